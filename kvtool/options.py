@@ -41,10 +41,10 @@ class Option:
         model.
     words
         Words that the user may type instead of a number, such as "auto".
-    least, most
+    minimum, maximum
         Smallest and largest allowed number.
     is_valid
-        Function that returns True if a number is allowed. Use it for ranges that `least` and `most` cannot
+        Function that returns True if a number is allowed, for ranges that `minimum` and `maximum` cannot
         express.
     range_text
         Description of the range of `is_valid`. A text after a semicolon is a hint.
@@ -75,8 +75,8 @@ class Option:
     metavar: str | None = None
     default_text: str | bool = True
     words: Mapping[str, int] = field(default_factory=dict)
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     is_valid: Callable[[Any], bool] | None = None
     range_text: str = ""
     choices: tuple[str, ...] = ()
@@ -102,12 +102,12 @@ class Option:
             if self.is_valid and not self.is_valid(item):
                 range_text, semicolon, hint = self.range_text.partition(";")
                 raise UsageError(f"{name} must be {range_text}, got {item:g}{semicolon}{hint}")
-            if None not in (self.least, self.most) and not self.least <= item <= self.most:
-                raise UsageError(f"{name} must be in {self.least}..{self.most}, got {item}")
-            if self.least is not None and not item >= self.least:
-                raise UsageError(f"{name} must be at least {self.least}, got {item}")
-            if self.most is not None and item > self.most:
-                raise UsageError(f"{name} must be at most {self.most}, got {item}")
+            if None not in (self.minimum, self.maximum) and not self.minimum <= item <= self.maximum:
+                raise UsageError(f"{name} must be in {self.minimum}..{self.maximum}, got {item}")
+            if self.minimum is not None and not item >= self.minimum:
+                raise UsageError(f"{name} must be at least {self.minimum}, got {item}")
+            if self.maximum is not None and item > self.maximum:
+                raise UsageError(f"{name} must be at most {self.maximum}, got {item}")
 
     def names(self, field: str) -> tuple[str, ...]:
         """Return all names that `/set` accepts. field: the name of the option's field."""

@@ -28,19 +28,13 @@ PLAIN = "plain "
 Old sessions have such archives.
 """
 
-MOST_THREADS = 512
+MAX_THREADS = 512
 """Maximum number of CPU threads. With more threads, ggml ends the process."""
 
-MOST_RESIDENT = 2**20
+MAX_RESIDENT = 2**20
 """Largest value of --resident, the number of archived tokens of each row that are also on the device.
 
 The function llama_kvtool_reside of the patch has the same limit.
-"""
-
-MAX_DRAFT = 15
-"""Maximum number of draft tokens of a step.
-
-Each draft token needs a copy of all recurrent states. About 80 copies are too many for llama.cpp's graphs.
 """
 
 _UNITS = {
@@ -49,7 +43,7 @@ _UNITS = {
     **{unit: 2 ** (10 * i) for i, name in enumerate("KMGT", 1) for unit in (name, f"{name}IB")},
     **{f"{name}B": 10 ** (3 * i) for i, name in enumerate("KMGT", 1)},
 }
-_MOST_DIGITS = 20
+_MAX_DIGITS = 20
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.IGNORECASE)
 
 
@@ -68,7 +62,7 @@ def parse_count(text: str) -> tuple[int, bool]:
     Returns the number, and True if it is a number of bytes.
     """
     text = text.strip()
-    if text.isdecimal() and len(text) <= _MOST_DIGITS:
+    if text.isdecimal() and len(text) <= _MAX_DIGITS:
         return int(text), False
     return parse_bytes(text), True
 
@@ -86,7 +80,7 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     # "1.5" cannot be a number of bytes, so a unit is missing
     lacks_unit = match is not None and not match[2] and "." in match[1]
-    if match is None or unit is None or lacks_unit or len(match[1]) > _MOST_DIGITS:
+    if match is None or unit is None or lacks_unit or len(match[1]) > _MAX_DIGITS:
         raise UsageError(
             "a size is a number with a unit (B, KiB or K, MiB or M, GiB or G, TiB or T, KB, MB, GB or TB), "
             f"like 64MiB; got {text!r}"

@@ -178,8 +178,9 @@ def hybrid_talker(tmp_path_factory):
 
 @pytest.fixture
 def default_talker(talker, monkeypatch):
-    """Make `talker` the default model of commands."""
+    """Make `talker` the default model of commands, and return it."""
     monkeypatch.setenv("KVTOOL_MODEL", str(talker))
+    return talker
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.llama.model import Model
     from kvtool.llama.sampler import Around
 
-_MOST_BREAKS = 2
+_MAX_BREAKS = 2
 """Maximum number of line breaks between a thought and the answer. Chat templates do not write more."""
 
 
@@ -91,7 +91,7 @@ class AfterThought(Constraint):
             bad = self._bad_ends(self._inner)
             return fits & ~self._vocabulary.mask_of(bad) if bad else fits
         if self._place is _Place.BREAK:
-            breaks = (b"\n" * n for n in range(1, _MOST_BREAKS - self._n_break + 1))
+            breaks = (b"\n" * n for n in range(1, _MAX_BREAKS - self._n_break + 1))
             return self._and(self._inner, [self._vocabulary.tokens_of(text)[0] for text in breaks])
         return self._inner.mask()
 
@@ -105,7 +105,7 @@ class AfterThought(Constraint):
             self._place = _Place.ANSWER
             return True
         self._n_break += len(piece)
-        return self._place is _Place.BREAK and not piece.strip(b"\n") and self._n_break <= _MOST_BREAKS
+        return self._place is _Place.BREAK and not piece.strip(b"\n") and self._n_break <= _MAX_BREAKS
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:

@@ -5,9 +5,9 @@ tokens, and then replaces the session file.
 
 There are three kinds of parts: keys and values of archived tokens, clusters of these tokens, and checkpoints.
 Clusters are saved so that a restored archive need not be clustered again. Tokens are clustered in blocks of
-consecutive tokens. A block is far if its tokens are more than `n_near` tokens back (see `Context`). When a
-block becomes far, it is clustered again, because all tokens of a far block are treated as equally distant.
-The session then lists the new clusters instead of the old ones.
+consecutive tokens. A block is far if its tokens are more than `n_near` tokens back (see `ArchiveSettings`).
+When a block becomes far, it is clustered again, because all tokens of a far block are treated as equally
+distant. The session then lists the new clusters instead of the old ones.
 
 The first line of FILE.archive holds the format number and the file's id. The session stores the same id. The
 docstring of `kvtool.chats` explains in which order the files are written, and why there are two names.
@@ -403,7 +403,7 @@ def _segments_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Segment]
 
 def _clusters_of(archive: Archive, offsets: Mapping[Part, int]) -> list[Clusters]:
     """List the parts with the current clusters of all blocks."""
-    n, n_bytes = archive.n_token, archive.block_bytes
+    n, n_bytes = archive.n_block, archive.membership_bytes
     blocks = archive.clustered
     current = set(blocks)
     parts: list[Clusters] = []

@@ -1,8 +1,8 @@
 """Loops: replies that repeat one block of tokens without end.
 
-A reply loops if it ends with a block of at most `MOST_BLOCK` tokens that occurs at least `LEAST_TIMES` times
-in a row. All occurrences together must have at least `LEAST_TOKENS` tokens. If the block has no letters, they
-must have at least `LEAST_SIGNS` tokens, because an answer may contain a long matrix of zeros. The rule is
+A reply loops if it ends with a block of at most `MAX_BLOCK` tokens that occurs at least `MIN_TIMES` times
+in a row. All occurrences together must have at least `MIN_TOKENS` tokens. If the block has no letters, they
+must have at least `MIN_SIGNS` tokens, because an answer may contain a long matrix of zeros. The rule is
 strict, so that lists, tables and code do not match it.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-MOST_BLOCK, LEAST_TIMES = 128, 8
-LEAST_TOKENS, LEAST_SIGNS = 512, 1024
+MAX_BLOCK, MIN_TIMES = 128, 8
+MIN_TOKENS, MIN_SIGNS = 512, 1024
 
-_BLOCKS = np.arange(1, MOST_BLOCK + 1)
+_BLOCKS = np.arange(1, MAX_BLOCK + 1)
 
 
 class Loop:
@@ -30,9 +30,9 @@ class Loop:
     def __init__(self) -> None:
         self.n_block = self.n_times = 0
         # last tokens of the reply, newest first
-        self._recent = np.full(MOST_BLOCK, -1, np.int64)
+        self._recent = np.full(MAX_BLOCK, -1, np.int64)
         # for each block size n: number of newest tokens in a row that equal the token n places earlier
-        self._n_same = np.zeros(MOST_BLOCK, np.int64)
+        self._n_same = np.zeros(MAX_BLOCK, np.int64)
         # number of tokens since the last token with a letter
         self._n_sign = 0
 
@@ -45,9 +45,9 @@ class Loop:
         self._n_same = np.where(self._recent == token, self._n_same + 1, 0)
         self._recent[1:] = self._recent[:-1]
         self._recent[0] = token
-        least = np.where(self._n_sign < _BLOCKS, LEAST_TOKENS, LEAST_SIGNS)
+        least = np.where(self._n_sign < _BLOCKS, MIN_TOKENS, MIN_SIGNS)
         n_token = self._n_same + _BLOCKS
-        loops = np.flatnonzero(n_token >= np.maximum(least, _BLOCKS * LEAST_TIMES))
+        loops = np.flatnonzero(n_token >= np.maximum(least, _BLOCKS * MIN_TIMES))
         if len(loops):
             self.n_block = int(_BLOCKS[loops[0]])
             self.n_times = int(n_token[loops[0]]) // self.n_block

@@ -14,10 +14,10 @@ import numpy as np
 
 from kvtool.chats.template import Message
 
-MOST = 10
+MAX_COPIES = 10
 """Maximum number of copies."""
 
-MOST_BYTES = 512 * 2**20
+MAX_BYTES = 512 * 2**20
 """Maximum bytes of all copies, without the archive of the newest copy.
 
 The newest copy is always kept, even if it is larger.
@@ -147,7 +147,7 @@ class UndoStack:
             return False
         newest = copies[-1].archive
         shared = self._archives().get(os.fstat(newest.fileno()).st_ino, 0) if newest else 0
-        return len(copies) > MOST or (len(copies) > 1 and self.n_bytes - shared > MOST_BYTES)
+        return len(copies) > MAX_COPIES or (len(copies) > 1 and self.n_bytes - shared > MAX_BYTES)
 
     @property
     def newest(self) -> UndoPoint | None:

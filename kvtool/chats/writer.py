@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,15 @@ class Writer:
         self.sampler, self.shown, self.stop, self.n_reread = sampler, shown, False, 0
         self.ends = ends
         self.after_sampling, self.while_reading = after_sampling, while_reading
+
+    @contextmanager
+    def showing(self, progress: Callable[[int, int], None]) -> Iterator[None]:
+        """Inside the block, call `progress` as `while_reading`."""
+        before, self.while_reading = self.while_reading, progress
+        try:
+            yield
+        finally:
+            self.while_reading = before
 
     def reset(self) -> None:
         self.engine.reset()

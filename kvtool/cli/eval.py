@@ -18,7 +18,7 @@ from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
 from kvtool.cli.declared import JsonLines, options
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
@@ -70,7 +70,7 @@ class _EvalSampling(Options):
         help="Temperature of answers; 0 picks the most likely tokens. Above 0 the other samplers are as "
         f"in kvtool generate: --top-k {GenerationOptions.top_k}, --top-p {GenerationOptions.top_p}, "
         f"--min-p {GenerationOptions.min_p}.",
-        least=0,
+        minimum=0,
     )
     seed: int = redeclared(
         GenerationOptions,
@@ -78,7 +78,7 @@ class _EvalSampling(Options):
         0,
         help="Random seed of each answer; needs --temp.",
         default_text=True,
-        least=0,
+        minimum=0,
         read=None,
     )
 
@@ -96,7 +96,9 @@ class _EvalOptions(Options):
         default_text=False,
         read=repeated,
     )
-    limit: int | None = option("--limit N", None, "Ask only the first N items.", default_text="all", least=1)
+    limit: int | None = option(
+        "--limit N", None, "Ask only the first N items.", default_text="all", minimum=1
+    )
     chat: bool | None = option(
         "--chat/--raw", None, "Ask in the chat template or as plain text.", default_text="the task's own"
     )
@@ -104,7 +106,7 @@ class _EvalOptions(Options):
         "--max-prompt N",
         None,
         "Cut the middle out of prompts longer than N tokens, unless a fact is hidden in them.",
-        least=16,
+        minimum=16,
         default_text="the trained context",
     )
     records: str | None = option(
@@ -147,26 +149,12 @@ def evaluate(
 
     run: RunOptions = eval_run
     if task is None:
-        for given in (args, eval_run, sampler):
-            for name, its in declared(type(given)).items():
-                if name in given.typed:
-                    # for the option --chat/--raw, name only --chat
-                    flag = its.name.partition("/")[0]
-                    raise UsageError(f"{flag} needs a task; `kvtool eval` lists them")
+        _check_none_typed(args, eval_run, sampler)
         _list(as_json=as_json)
         return
     chosen = tasks.make(task, args.settings)
     output.check_packages(task, chosen.packages, "eval")
-    files, needs = list(files or []), f"{task} needs a file; name it after the task, or give it in a pipe"
-    empty = "stdin is empty; it must have what the task reads"
-    if chosen.needs_files and not files:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise UsageError(needs)
-        empty = f"{needs} (stdin is empty)"
-        files = [Path("-")]
-    for file in files:
-        if not (is_stdin(str(file)) or exists(str(file))):
-            raise InputError(f"there is no file {file}")
+    files, empty = _files(task, chosen, files or [])
     records_path = output.records_path(args.records, args.resume)
     if args.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
@@ -176,23 +164,20 @@ def evaluate(
     _check_drawing(sampler, chosen, task)
 
     from kvtool.config import archive, notes
-    from kvtool.config.model import find_model, loaded_model
+    from kvtool.config.model import loaded_model
     from kvtool.config.opening import check, replace_recall
 
     spec = check(run)
-    info = find_model(run.model, locate)
-    path = info.path
-    run, n_ctx, limits = notes.within_context(run, info.n_ctx_train)
-    say(*limits)
+    run, info, n_ctx = locate_model(run)
     _check_budget(spec, run, info, n_ctx)
 
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
-    notes.patch_note({run.policy: spec.kind})
+    say(notes.patch_note({run.policy: spec.kind}))
     placed_notes: list[str] = []
     with (
-        loaded_model(run, path, guarded=True, say=placed_notes.append) as model,
+        loaded_model(run, info.path, guarded=True, say=placed_notes.append) as model,
         ExitStack() as stack,
     ):
         run, note = replace_recall(run, spec.kind, model.layers)
@@ -211,33 +196,39 @@ def evaluate(
             # the seed is left out if nothing is sampled, because it has no effect
             "temp": sampler.temp or None,
             "seed": sampler.seed if sampler.temp else None,
-            **_about(spec, run, path),
+            **_about(spec, run, info.path),
         }
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
-        def stopped() -> str:
-            # a task with one stream for all items cannot resume, so do not report how many items are finished
-            in_part = not chosen.one_stream and (records_path or not as_json)
-            return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
-
-        label, has_told = task, False
-        with interrupt.ending(stopped), tokens_progress(task, len(items), len(results)) as step:
-
-            def reading(done: int, n: int) -> None:
-                """Show how much of a prompt has been read. Report the first prompt that is too long."""
-                nonlocal has_told
-                if not has_told and (line := _too_long(reader, n)):
-                    has_told = True
-                    say(line)
-                step(len(results), f"{label}, reading {done:,} of {n:,} tokens")
-
-            reader.while_reading = reader.full.while_reading = reading
-            for record in results.measure(chosen, reader):
-                if as_json:
-                    typer.echo(json_text(record))
-                label = f"{task}: {_in_short(results.records)}"
-                step(len(results), label)
+        _measure(chosen, results, reader, len(items), as_json=as_json)
     _finish(chosen, results, args.plot, as_json=as_json)
+
+
+def _check_none_typed(*given: Options) -> None:
+    """Raise UsageError if one of the options was typed, because without a task they have no effect."""
+    for options_given in given:
+        for name, its in declared(type(options_given)).items():
+            if name in options_given.typed:
+                # for the option --chat/--raw, name only --chat
+                flag = its.name.partition("/")[0]
+                raise UsageError(f"{flag} needs a task; `kvtool eval` lists them")
+
+
+def _files(task: str, chosen: Task, files: list[Path]) -> tuple[list[Path], str]:
+    """Return the files that the task reads, and an error message for the case that stdin is empty.
+
+    A task that needs a file reads stdin if no file is named. Raises UsageError if stdin is then a terminal,
+    and InputError if a file does not exist.
+    """
+    if chosen.needs_files and not files:
+        needs = f"{task} needs a file; name it after the task, or give it in a pipe"
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError(needs)
+        return [Path("-")], f"{needs} (stdin is empty)"
+    for file in files:
+        if not (is_stdin(str(file)) or exists(str(file))):
+            raise InputError(f"there is no file {file}")
+    return files, "stdin is empty; it must have what the task reads"
 
 
 @contextmanager
@@ -292,7 +283,7 @@ def _policy_for(
     are never evicted.
     """
     from kvtool.config import budget
-    from kvtool.engine.checks import on_model
+    from kvtool.engine.checks import for_model
 
     n_batch = run.n_batch or run.default_n_batch
     if not spec.kind.evicts:
@@ -303,7 +294,7 @@ def _policy_for(
         say(fitted.note)
         return lambda n, n_answer: fitted.policy, fitted.n_batch
     percent = budget.percent(share)
-    least = spec.smallest_budget(n_held, partial(on_model, model=model))
+    least = spec.smallest_budget(n_held, partial(for_model, model=model))
     return lambda n, n_answer: spec.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
 
 
@@ -335,6 +326,37 @@ def _reader(
     )
 
 
+def _measure(task: Task, results: TaskResults, reader: Reader, n_items: int, *, as_json: bool) -> None:
+    """Ask the items that have no record yet, and show the progress. With --json, print each record.
+
+    n_items: number of all items of the task.
+    """
+    name = label = results.about["task"]
+
+    def stopped() -> str:
+        # a task with one stream for all items cannot resume, so do not report how many items are finished
+        in_part = not task.one_stream and (results.path or not as_json)
+        return output.stopped(results.path, len(results), n_items, "items") if in_part else "stopped"
+
+    has_told = False
+    with interrupt.ending(stopped), tokens_progress(name, n_items, len(results)) as step:
+
+        def reading(done: int, n: int) -> None:
+            """Show how much of a prompt has been read. Report the first prompt that is too long."""
+            nonlocal has_told
+            if not has_told and (line := _too_long(reader, n)):
+                has_told = True
+                say(line)
+            step(len(results), f"{label}, reading {done:,} of {n:,} tokens")
+
+        reader.while_reading = reader.full.while_reading = reading
+        for record in results.measure(task, reader):
+            if as_json:
+                typer.echo(json_text(record))
+            label = f"{name}: {_in_short(results.records)}"
+            step(len(results), label)
+
+
 def _too_long(reader: Reader, n: int) -> str | None:
     """Return a note if a prompt of n tokens is cut or is longer than the trained context, else None."""
     n_most = reader.model.n_ctx_train
@@ -353,7 +375,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     from kvtool.models.download import sha256
 
     kind = spec.kind
-    recalls = kind.recalls()
+    recalls = kind.has_recall()
     limit = archive.limit(run.archive, run.archive_file)
     return {
         "model": path.name,
@@ -411,9 +433,9 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         if len(errors) == len(results):
             raise InputError(line)
         # some items may not fit in the cache under this policy: report the errors, and score all other items
-        sys.stderr.write(f"{line}\n")
+        say(line)
     if cut := sum(record.get("is_cut", False) for record in results.records):
-        sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
+        say(f"{cut} of {len(results)} prompts were too long; their middle was cut out")
     # compute the groups only once, because the interval of each mean takes thousands of random samples
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if as_json:

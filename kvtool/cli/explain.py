@@ -13,7 +13,7 @@ from kvtool import policies
 from kvtool.cli.console import say
 from kvtool.cli.model_advice import too_much
 from kvtool.config.run import RunOptions
-from kvtool.units import format_bytes
+from kvtool.units import PLAIN, format_bytes
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
@@ -103,7 +103,7 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
     budget = _n_kept(engine, n)
     if n <= budget:
         return None
-    if not engine.policy.slack:
+    if not engine.policy.evicts:
         return (
             f"the {noun} ({n:,} tokens) does not fit in the cache ({budget:,}) and the policy never evicts: "
             "reading stops when the cache is full"
@@ -147,7 +147,7 @@ def _n_kept(engine: Engine, n: int) -> int:
 def _forgets(engine: Engine, n: int) -> bool:
     """Return True if the cache and the archive together cannot hold all n tokens of a text."""
     archive = engine.context.archive
-    return engine.policy.slack > 0 and n > _n_kept(engine, n) + (archive.n_max if archive else 0)
+    return engine.policy.evicts and n > _n_kept(engine, n) + (archive.n_max if archive else 0)
 
 
 def _share(engine: Engine, n_kept: int, n: int) -> str:
@@ -196,13 +196,13 @@ def say_spare(engine: Engine) -> None:
 
     if not sys.stderr.isatty():
         return
-    if engine.policy.slack and engine.policy.budget < PAD and (spare := spare_line(engine)):
+    if engine.policy.evicts and engine.policy.budget < PAD and (spare := spare_line(engine)):
         say(f"a budget of {engine.policy.budget} takes {spare}")
 
 
 def may_lose_system(conversation: Conversation) -> bool:
     """Return True if the policy evicts and the system prompt is not pinned, so that it may be evicted."""
-    return not conversation.is_pinned and conversation.writer.engine.policy.slack > 0
+    return not conversation.is_pinned and conversation.writer.engine.policy.evicts
 
 
 def unpinned(noun: str) -> str:
@@ -234,7 +234,7 @@ def _rows(engine: Engine) -> str:
 def _budget(engine: Engine) -> str:
     policy = engine.policy
     cells = f"{policy.budget:,} cells per row"
-    if not policy.slack:
+    if not policy.evicts:
         return f"{cells}, none evicted"
     is_shared = _shares(policy)
     if is_shared:
@@ -264,10 +264,9 @@ def _memory(engine: Engine) -> str:
         cells += " at the start, later as many as the longest row takes"
     state = f"policy state {format_bytes(engine.state_bytes)}"
     if archive := engine.context.archive:
-        most = format_bytes(archive.max_bytes)
-        state += (
-            f", an archive of at most {archive.n_max:,} tokens ({most}) in {archive.file or 'host memory'}"
-        )
+        most, kind = format_bytes(archive.max_bytes), engine.settings.archive_type.removeprefix(PLAIN)
+        state += f", an archive of at most {archive.n_max:,} tokens ({most} as {kind})"
+        state += f" in {archive.file or 'host memory'}"
     if resident := resident_cells(engine):
         state += f"; {resident}"
     cells += f"; {spare}" if (spare := spare_line(engine)) else ""
@@ -294,7 +293,7 @@ def _positions(engine: Engine, noun: str, n_text: int) -> str:
         return "in-cache from the first token"
     if mode == "original":
         return f"original: the stream ends after {n_ctx:,} tokens"
-    if not engine.policy.slack:
+    if not engine.policy.evicts:
         return f"original for the {engine.n_cell:,} tokens that fit"
     reader = engine.whole_reader
     if engine.reads_whole(n_text) and reader.n_segments(n_text) > 1 and reader.in_segments:
@@ -312,7 +311,7 @@ def _prefill(engine: Engine) -> str:
     if engine.n_batch < engine.settings.n_batch:
         # only recall reduces n_batch: `Sizes.of` limits it to recall's `chunk`
         stream += " (recall's `chunk`) once tokens are archived"
-    if engine.policy.slack and not engine.settings.over_budget:
+    if engine.policy.evicts and not engine.settings.over_budget:
         stream += ", each of which ends where an eviction is due"
     if engine.exact_reader.n_chunk:
         chunks = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"

@@ -15,7 +15,7 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.progress import line_progress
 from kvtool.cli.texts import check_length
-from kvtool.cli.writing import open_writer, why_empty, with_thinking
+from kvtool.cli.writing import end_note, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
@@ -49,6 +49,11 @@ class _PromptOptions(Options):
 
 
 @dataclass(frozen=True)
+class _TemplateOptions(SystemOptions):
+    raw: bool = option("--raw", False, "Continue the text, without a chat template.")
+
+
+@dataclass(frozen=True)
 class _OutputOptions(Options):
     logprobs: int | None = option(
         "--logprobs N",
@@ -57,8 +62,8 @@ class _OutputOptions(Options):
         "sampler changes them.",
         group=OUTPUT,
         default_text="off",
-        least=0,
-        most=1000,
+        minimum=0,
+        maximum=1000,
     )
 
 
@@ -70,23 +75,71 @@ def generate(
         typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
     ] = None,
     prompts: _PromptOptions,
-    system: SystemOptions,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
+    template: _TemplateOptions,
     generation: _AnswerOptions,
     run: WriteOptions,
     as_json: Json = False,
     output: _OutputOptions,
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
-    if argument is not None and "prompt" in prompts.typed:
-        raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
-    if raw and (of_template := ({"think", "think_budget"} & generation.typed) | system.typed):
+    of_template = {"think", "think_budget", "system", "system_file"} & (generation.typed | template.typed)
+    if template.raw and of_template:
         flag = f"--{min(of_template).replace('_', '-')}"
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
+    system = template.text()
+    request, first = _request(argument, prompts, is_raw=template.raw)
+    if output.logprobs is not None and not as_json:
+        raise UsageError("--logprobs needs --json")
+    with open_writer(run, generation) as (opened, writer):
+        from kvtool.chats.marks import escaped
+        from kvtool.chats.prompt import pin_prefix
+        from kvtool.config.report import report
+
+        engine = opened.engine
+        writer.ends_loops = generation.stop_loops == "on"
+        likely = None if output.logprobs is None else _record_logprobs(writer, output.logprobs)
+        interrupt.stops(writer)
+        if template.raw:
+            whole, prefix = escaped(request), escaped(first)
+        else:
+            whole, prefix = _rendered(writer, generation, system, request, first)
+        tokens = pin_prefix(engine, whole, len(prefix))
+        check_length(engine, len(tokens), "prompt")
+        before_text(engine, opened.run, "prompt", len(tokens), opened.info)
+        started = time.monotonic()
+        with line_progress("reading") as progress, writer.showing(progress):
+            is_read = writer.read(tokens)
+        if is_read:
+            read_s, started = time.monotonic() - started, time.monotonic()
+            text, full = _written(writer, generation.n, aloud=not as_json)
+            answer = _Answer(text, full, len(tokens), read_s, time.monotonic() - started)
+            state = report(engine, opened.run.policy)
+            if as_json:
+                typer.echo(json_text(answer.record(writer, state, likely)))
+            elif text and not text.endswith("\n"):
+                sys.stdout.write("\n")
+            if full:
+                raise full
+            say(end_note(writer, generation, "answer", is_empty=not text.strip()))
+            if run.verbose:
+                say(answer.summary(writer, state))
+        if writer.stop:
+            raise KeyboardInterrupt
+
+
+def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> tuple[str, str]:
+    """Return the text to answer, and its start that is never evicted.
+
+    The start is the prompt if another text follows it, or else "".
+
+    Raises UsageError for two prompts or an empty one, and InputError if there is nothing to read or a file
+    cannot be read.
+    """
+    if argument is not None and "prompt" in prompts.typed:
+        raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
     prompt, file = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
     if file is None and os.path.isfile(prompt or ""):
         say(f"{prompt} is a file; use -f {prompt} to read it")
-    system_prompt = system.text()
     text = "" if file and is_stdin(file) else read_stdin()
     if file is not None:
         file_text = read_text(file).rstrip("\n")
@@ -98,75 +151,61 @@ def generate(
     prompt = None if prompt == "-" and text else prompt
     request = "\n\n".join(part for part in (prompt, text) if part)
     # with --raw, a prompt may consist of white space only
-    if not (request if raw else request.strip()):
+    if not (request if is_raw else request.strip()):
         if prompt is None:
             raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")
         raise UsageError("the prompt is empty; give a text")
-    if output.logprobs is not None and not as_json:
-        raise UsageError("--logprobs needs --json")
-    with open_writer(run, generation) as (opened, writer):
-        from kvtool.chats.marks import escaped
-        from kvtool.chats.prompt import pin_prefix
-        from kvtool.config.report import line, report
+    return request, prompt if prompt and text else ""
 
-        engine = opened.engine
-        writer.ends_loops = generation.stop_loops == "on"
-        likely = None if output.logprobs is None else _record_logprobs(writer, output.logprobs)
-        interrupt.stops(writer)
-        first = prompt if prompt and text else ""
-        if raw:
-            whole, prefix = escaped(request), escaped(first)
-        else:
-            whole, prefix = _rendered(writer, generation, system_prompt, request, first)
-        tokens = pin_prefix(engine, whole, len(prefix))
-        check_length(engine, len(tokens), "prompt")
-        before_text(engine, opened.run, "prompt", len(tokens), opened.info)
-        started = time.monotonic()
-        with line_progress("reading") as writer.while_reading:
-            is_read = writer.read(tokens)
-        writer.while_reading = lambda done, n: None
-        if is_read:
-            read_in, started = time.monotonic() - started, time.monotonic()
-            pieces, full = _written(writer, generation.n, aloud=not as_json)
-            wrote_in = time.monotonic() - started
-            n_written, state = writer.n_written, report(engine, opened.run.policy)
-            if as_json:
-                result = {
-                    "text": "".join(pieces),
-                    "finish_reason": "full" if full else _finish_reason(writer),
-                    "prompt_tokens": len(tokens),
-                    "tokens": n_written,
-                    "evicted": engine.n_evicted,
-                    "drafted": writer.n_drafted,
-                    "accepted": writer.n_accepted,
-                    **state,
-                    **({} if likely is None else {"logprobs": {"content": likely}}),
-                    "prompt_s": read_in,
-                    "tokens_per_s": n_written / wrote_in if wrote_in else None,
-                }
-                typer.echo(json_text(result))
-            elif pieces and not pieces[-1].endswith("\n"):
-                sys.stdout.write("\n")
-            if full:
-                raise full
-            if not "".join(pieces).strip():
-                say(why_empty(writer, "answer"))
-            if writer.loop:
-                say(generation.looped(writer.loop.n_block, writer.loop.n_times))
-            elif writer.is_cut and (generation.grammar or generation.json_schema):
-                sys.stderr.write(
-                    f"stopped after {format_tokens(n_written)} (-n): the text may be incomplete\n"
-                )
-            elif writer.is_cut:
-                say(generation.cut(n_written))
-            if run.verbose:
-                drafted = (
-                    f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""
-                )
-                wrote = f"wrote {n_written:,} in {wrote_in:.1f} s{drafted}, {line(state)}"
-                sys.stderr.write(f"read {format_tokens(len(tokens))} in {read_in:.1f} s, {wrote}\n")
-        if writer.stop:
-            raise KeyboardInterrupt
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer, and how long it took.
+
+    Attributes
+    ----------
+    full
+        Error that ended the answer because the cache became full, or None.
+    n_prompt
+        Number of tokens of the prompt.
+    read_s, write_s
+        Times of reading the prompt and of writing the answer, in seconds.
+    """
+
+    text: str
+    full: StreamEnd | None
+    n_prompt: int
+    read_s: float
+    write_s: float
+
+    def record(
+        self, writer: Writer, state: dict[str, Any], likely: list[dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        """Return the object that --json prints.
+
+        state: the engine's report. likely: log-probabilities of the tokens, or None without --logprobs.
+        """
+        return {
+            "text": self.text,
+            "finish_reason": "full" if self.full else _finish_reason(writer),
+            "prompt_tokens": self.n_prompt,
+            "tokens": writer.n_written,
+            "evicted": writer.engine.n_evicted,
+            "drafted": writer.n_drafted,
+            "accepted": writer.n_accepted,
+            **state,
+            **({} if likely is None else {"logprobs": {"content": likely}}),
+            "prompt_s": self.read_s,
+            "tokens_per_s": writer.n_written / self.write_s if self.write_s else None,
+        }
+
+    def summary(self, writer: Writer, state: dict[str, Any]) -> str:
+        """Return the line that --verbose shows. state: the engine's report."""
+        from kvtool.config.report import line
+
+        drafted = f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""
+        read = f"read {format_tokens(self.n_prompt)} in {self.read_s:.1f} s"
+        return f"{read}, wrote {writer.n_written:,} in {self.write_s:.1f} s{drafted}, {line(state)}"
 
 
 def _finish_reason(writer: Writer) -> str:
@@ -210,9 +249,9 @@ def _rendered(
     elif system and system.strip():
         prefix = system_prefix(template, system)
     if prefix is None or not whole.startswith(prefix):
-        if engine.policy.slack:
+        if engine.policy.evicts:
             noun = "the prompt" if first.strip() else "the system prompt"
-            sys.stderr.write(f"{unpinned(noun)}\n")
+            say(unpinned(noun))
         prefix = ""
     return whole, prefix
 
@@ -233,8 +272,8 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
     return likely
 
 
-def _written(writer: Writer, n: int | None, *, aloud: bool) -> tuple[list[str], StreamEnd | None]:
-    """Return the pieces of an answer of at most n tokens, and the error if the cache became full.
+def _written(writer: Writer, n: int | None, *, aloud: bool) -> tuple[str, StreamEnd | None]:
+    """Return an answer of at most n tokens, and the error if the cache became full.
 
     aloud: True to write each piece to stdout at once. In this case the error is raised, not returned.
     """
@@ -247,9 +286,9 @@ def _written(writer: Writer, n: int | None, *, aloud: bool) -> tuple[list[str], 
                 sys.stdout.flush()
     except KvtoolError as error:
         if isinstance(error, StreamEnd) and not aloud:
-            return pieces, error
+            return "".join(pieces), error
         if pieces and sys.stdout.isatty():
             # print the error on a new line
             sys.stdout.write("\n")
         raise
-    return pieces, None
+    return "".join(pieces), None

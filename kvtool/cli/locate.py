@@ -1,12 +1,20 @@
-"""Find the file of the model that -m names. If necessary, download it and show a progress bar."""
+"""Find the model that -m names. If necessary, download it and show a progress bar."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
+from kvtool.cli.console import say
 from kvtool.cli.progress import bytes_progress
+from kvtool.config.run import RunOptions
 from kvtool.system.texts import shown
+
+if TYPE_CHECKING:
+    from kvtool.models.header import ModelInfo
+
+R = TypeVar("R", bound=RunOptions)
 
 
 def locate(model: str | None, *, paths: bool = True) -> Path:
@@ -28,3 +36,18 @@ def locate(model: str | None, *, paths: bool = True) -> Path:
     if model_name not in registry() and name not in model_shown:
         sys.stderr.write(f"{model_shown}: {name}\n")
     return path
+
+
+def locate_model(run: R) -> tuple[R, ModelInfo, int]:
+    """Find the model of a run, and limit the options to its trained context.
+
+    Returns the options, the header of the model, and the context length. Writes a note to stderr for each
+    option that was too large. Raises KvtoolError.
+    """
+    from kvtool.config.model import find_model
+    from kvtool.config.notes import within_context
+
+    info = find_model(run.model, locate)
+    run, n_ctx, limits = within_context(run, info.n_ctx_train)
+    say(*limits)
+    return run, info, n_ctx

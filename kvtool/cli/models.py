@@ -22,6 +22,7 @@ from kvtool.system.texts import json_text, shown
 from kvtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from kvtool.models.catalogue import Entry
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
     from kvtool.models.stored import Stored
@@ -43,7 +44,7 @@ _OF_ENTRY = ("sha256", "size", "licence", "note")
 _WIDE = 140
 """In terminals at least this wide, the list also shows the sources of models."""
 
-_LEAST_DEVICE = 2**20
+_MIN_DEVICE = 2**20
 """Smallest memory of a GPU that --device accepts, in bytes.
 
 If a user types a smaller number, the unit was probably forgotten.
@@ -70,19 +71,13 @@ def list_(
     room = fits.room()
     best = fits.best((entry for entry, _ in known), room)
     if as_json:
-        rows = [
+        records = [
             {"name": entry.name, "default": entry is default}
             | {"fits": fits.fits(entry, room), "best": entry is best}
-            | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
-            | _json_stored(copy)
-            # a model file in the user's own folder takes no bytes of kvtool's cache folder
-            | ({} if entry.is_download else {"cached_bytes": 0})
+            | _json_entry(entry, copy)
             for entry, copy in known
         ]
-        for other in others:
-            named = {"name": other.name, "default": False, "source": other.name, "file": other.files[0].name}
-            rows.append(named | dict.fromkeys(("fits", *_OF_ENTRY)) | {"best": False} | _json_stored(other))
-        typer.echo(json_text(rows, indent=2))
+        typer.echo(json_text([*records, *map(_json_other, others)], indent=2))
         return
     table = []
     n_more = n_fit = 0
@@ -213,28 +208,43 @@ def show(
         record = {
             "path": str(path.absolute()),
             "sha256": digest,
-            "parts": info.n_part,
-            "size": info.size,
-            "architecture": info.architecture,
-            "name": info.name,
-            "quantization": info.quantization,
-            "layers": info.n_layer,
-            "heads": info.n_head,
-            "kv_heads": info.n_head_kv,
-            "head_size_k": info.head_size_k,
-            "head_size_v": info.head_size_v,
-            "trained_context": info.n_ctx_train,
-            "tokenizer": info.tokenizer,
-            "chat_template": info.chat_template,
+            **_json_header(info),
             "unsupported": reason,
             **sizes,
             "device": placed._asdict() if placed else None,
         }
         typer.echo(json_text(record, indent=2))
         return
-    rows = [
-        ["path", str(path)],
-        ["sha256", digest],
+    rows = [["path", str(path)], ["sha256", digest], *_header_lines(info)]
+    if sizes:
+        rows += _lines(sizes)
+    if placed and n_device:
+        rows.append([f"a GPU of {format_bytes(n_device)}", in_words(placed, info)])
+    print_table([], [*rows, ["supported", reason or "yes"]])
+
+
+def _json_header(info: ModelInfo) -> dict[str, Any]:
+    """Return the fields of --json about a model's header."""
+    return {
+        "parts": info.n_part,
+        "size": info.size,
+        "architecture": info.architecture,
+        "name": info.name,
+        "quantization": info.quantization,
+        "layers": info.n_layer,
+        "heads": info.n_head,
+        "kv_heads": info.n_head_kv,
+        "head_size_k": info.head_size_k,
+        "head_size_v": info.head_size_v,
+        "trained_context": info.n_ctx_train,
+        "tokenizer": info.tokenizer,
+        "chat_template": info.chat_template,
+    }
+
+
+def _header_lines(info: ModelInfo) -> list[list[str]]:
+    """Return the table rows about a model's header."""
+    return [
         ["size", format_bytes(info.size) + (f" in {info.n_part} files" if info.n_part > 1 else "")],
         ["architecture", info.architecture],
         ["name", info.name],
@@ -247,11 +257,6 @@ def show(
         ["tokenizer", "yes" if info.tokenizer else "no"],
         ["chat template", "yes" if info.chat_template else "no"],
     ]
-    if sizes:
-        rows += _lines(sizes)
-    if placed and n_device:
-        rows.append([f"a GPU of {format_bytes(n_device)}", in_words(placed, info)])
-    print_table([], [*rows, ["supported", reason or "yes"]])
 
 
 def _device_bytes(text: str) -> int:
@@ -259,7 +264,7 @@ def _device_bytes(text: str) -> int:
     n_bytes = 0
     with suppress(UsageError):
         n_bytes = parse_bytes(text)
-    if n_bytes < _LEAST_DEVICE:
+    if n_bytes < _MIN_DEVICE:
         raise UsageError(f"--device is the memory of a GPU, like 8GiB; got {text!r}")
     return n_bytes
 
@@ -294,7 +299,7 @@ def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int
         "swa": layers.n_swa,
         "swa_layers": len(layers.of(Kind.SLIDING)),
         "shared_layers": layers.n_shared,
-        "index_cells": layers.most_cells if layers.has_index else None,
+        "index_cells": layers.max_cells if layers.has_index else None,
         "recurrent_layers": len(layers.of(Kind.RECURRENT)),
         **types,
         "cell_bytes": layers.cell_bytes(**types),
@@ -346,6 +351,19 @@ def _json_stored(copy: Stored | None) -> dict[str, Any]:
     """Return the fields of --json about a download. A complete download also has its size and path."""
     whole = {"size": copy.size, "path": str(copy.files[0])} if copy and copy.is_whole else {}
     return {"path": None, "cached_bytes": copy.size if copy else 0} | whole
+
+
+def _json_entry(entry: Entry, copy: Stored | None) -> dict[str, Any]:
+    """Return the fields of --json about the source and the download of a model in models.txt."""
+    fields = {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)} | _json_stored(copy)
+    # a model file in the user's own folder takes no bytes of kvtool's cache folder
+    return fields if entry.is_download else fields | {"cached_bytes": 0}
+
+
+def _json_other(other: Stored) -> dict[str, Any]:
+    """Return the record of --json about a downloaded model that is not in models.txt."""
+    named = {"name": other.name, "default": False, "source": other.name, "file": other.files[0].name}
+    return named | dict.fromkeys(("fits", *_OF_ENTRY)) | {"best": False} | _json_stored(other)
 
 
 def _per_layer(numbers: tuple[int, ...]) -> str:

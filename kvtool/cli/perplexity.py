@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from kvtool.units import format_tokens
 if TYPE_CHECKING:
     import numpy as np
 
+    from kvtool.engine.loop import Engine
+
 
 @dataclass(frozen=True)
 class _PerplexityRun(ScoreOptions):
@@ -36,16 +37,16 @@ class _PerplexityRun(ScoreOptions):
 @dataclass(frozen=True)
 class _PerplexityOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, default_text="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", minimum=2, default_text="all"
     )
     windows: int | None = option(
         "--windows N",
         None,
         "Score pieces of N tokens, each in an empty cache, like llama-perplexity -c N.",
-        least=3,
+        minimum=3,
     )
     stride: int | None = option(
-        "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", least=1
+        "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", minimum=1
     )
 
 
@@ -65,7 +66,6 @@ def perplexity(
     from kvtool.config.opening import check_read_once, open_run
     from kvtool.config.report import line, report
     from kvtool.llama.model import Model
-    from kvtool.measure import perplexity as measure
     from kvtool.measure.statistics import perplexity_of
     from kvtool.system.memory import peak_rss_bytes
 
@@ -94,26 +94,12 @@ def perplexity(
         before_text(engine, opened.run, noun, n)
         n_all = _n_scored(len(tokens), args.windows, args.stride)
         policies.load_kernels(engine.policy)
-        started, total, n_done = time.monotonic(), 0.0, 0
-        work = SimpleNamespace(stop=False)
-        with tokens_progress("perplexity", n_all) as step, stopping(work), suppress(KeyboardInterrupt):
-
-            def scored(nll: np.ndarray) -> None:
-                """Show the current perplexity next to the bar. Raises KeyboardInterrupt after Ctrl-C."""
-                nonlocal total, n_done
-                total, n_done = total + float(nll.sum()), n_done + len(nll)
-                step(n_done, f"perplexity {perplexity_of(total / n_done):.3f}" if n_done else "perplexity")
-                if work.stop:
-                    raise KeyboardInterrupt
-
-            if args.windows is None:
-                measure.stream(engine, tokens, scored)
-            else:
-                measure.windows(engine, tokens, args.windows, args.stride, scored)
+        started = time.monotonic()
+        total, n_done = _score(engine, tokens, args, n_all)
         if not n_done:
             raise KeyboardInterrupt
         seconds = time.monotonic() - started
-        mean, is_complete = total / n_done, not work.stop or n_done == n_all
+        mean, is_complete = total / n_done, n_done == n_all
         result = {
             "perplexity": perplexity_of(mean),
             "nll": mean,
@@ -130,9 +116,35 @@ def perplexity(
         typer.echo(f"{result['perplexity']:.4f}")
         speed = f"{result['tokens_per_s']:.1f} tokens/s"
         of = "" if is_complete else f"incomplete: {n_done:,} of "
-        sys.stderr.write(f"{of}{format_tokens(n_all)} scored, policy {policy}, {line(result)}, {speed}\n")
+        say(f"{of}{format_tokens(n_all)} scored, policy {policy}, {line(result)}, {speed}")
     if not is_complete:
         raise Stopped(f"stopped; {n_done:,} of {n_all:,} tokens are scored")
+
+
+def _score(engine: Engine, tokens: np.ndarray, args: _PerplexityOptions, n_all: int) -> tuple[float, int]:
+    """Score tokens i32[n], and show the perplexity so far. Ctrl-C ends this after the current step.
+
+    Returns the sum of the scored tokens' nll, in nats, and their number. n_all: number of tokens to score.
+    """
+    from kvtool.measure import perplexity as measure
+    from kvtool.measure.statistics import perplexity_of
+
+    total, n_done, work = 0.0, 0, SimpleNamespace(stop=False)
+    with tokens_progress("perplexity", n_all) as step, stopping(work), suppress(KeyboardInterrupt):
+
+        def scored(nll: np.ndarray) -> None:
+            """Show the current perplexity next to the bar. Raises KeyboardInterrupt after Ctrl-C."""
+            nonlocal total, n_done
+            total, n_done = total + float(nll.sum()), n_done + len(nll)
+            step(n_done, f"perplexity {perplexity_of(total / n_done):.3f}" if n_done else "perplexity")
+            if work.stop:
+                raise KeyboardInterrupt
+
+        if args.windows is None:
+            measure.stream(engine, tokens, scored)
+        else:
+            measure.windows(engine, tokens, args.windows, args.stride, scored)
+    return total, n_done
 
 
 def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:

@@ -14,7 +14,7 @@ from kvtool.cli.chat.fixed import fixed_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate, locate_model
 from kvtool.cli.worker import listener
 from kvtool.cli.writing import of_model, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
@@ -29,8 +29,9 @@ from kvtool.system.texts import read_text, shown
 from kvtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from kvtool.chats.conversation import Conversation
-    from kvtool.chats.session import Meta
+    from kvtool.chats.template import Template
+    from kvtool.engine.loop import Engine
+    from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.http.app import Site
     from kvtool.serve.pool import SlotPool
 
@@ -54,7 +55,7 @@ def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class _ServeOptions(Options):
     host: str = _serving("--host ADDRESS", "127.0.0.1", "Address to listen on.")
-    port: int = _serving("--port N", 8080, "Port to listen on.", least=0, most=65535)
+    port: int = _serving("--port N", 8080, "Port to listen on.", minimum=0, maximum=65535)
     api_key_file: Path | None = _serving(
         "--api-key-file", None, "File of API keys, one per line; every request needs one."
     )
@@ -76,14 +77,14 @@ class _ServeOptions(Options):
         "--parallel N",
         2,
         "Maximum number of requests answered at the same time, each with its own cache; 1 with --rpc.",
-        least=1,
+        minimum=1,
     )
-    queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", least=1)
+    queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", minimum=1)
     read_timeout: float = _serving(
         "--read-timeout SECONDS",
         30.0,
         "Maximum time for receiving the body of a request, in seconds.",
-        least=0.1,
+        minimum=0.1,
     )
     strict_model: bool = _serving(
         "--strict-model", False, "Refuse requests that name a model other than the running one."
@@ -125,42 +126,70 @@ def serve(
     import kvtool.llama.bindings  # noqa: F401
 
     try:
-        from kvtool.serve.http.app import Site
-        from kvtool.serve.http.gate import Limits, own_names
         from kvtool.serve.http.server import serve as answer
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
-    from kvtool.config.model import find_model
-    from kvtool.config.notes import within_context
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
     from kvtool.llama import endpoints
-    from kvtool.models.catalogue import registry
-    from kvtool.serve.api.requests import Defaults
-    from kvtool.serve.api.thinking import ThinkingOptions
-    from kvtool.serve.queue import JobQueue
 
-    prompt, address = system.text(), endpoints.address(serving.host)
-    most_bytes, keys = parse_bytes(serving.sessions_bytes), _keys(serving.api_key_file)
-    sampling = sampling_of(generation)
+    address = endpoints.address(serving.host)
+    is_local, max_bytes = endpoints.is_loopback(address), parse_bytes(serving.sessions_bytes)
+    site = _site(run, serving, system, generation, is_local=is_local)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
     # find wrong options before the model is downloaded, and download the model before the first request
     check(run)
-    info = find_model(run.model, locate)
-    run, n_ctx, limits = within_context(run, info.n_ctx_train)
-    say(*limits)
+    run, _, n_ctx = locate_model(run)
     # store the reduced context length: otherwise `open_run` would return the same note again
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
+
+    def ready(pool: SlotPool) -> None:
+        _connect(site, pool)
+        engine, keys = pool.slots[0].engine, site.limits.keys
+        if run.explain:
+            explain_run(engine, site.policy, "chat")
+        else:
+            say(archive_limit(engine, pool.n_max))
+        if not is_local and not keys:
+            say("there is no API key: whoever reaches the port can use the model")
+        elif "*" in serving.allow_origin and not keys:
+            say("there is no API key: any web page that a browser here opens can use the model")
+        say(f"serving {site.model} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it")
+
+    with listening:
+        opened = partial(_opened, site, run, generation, serving, max_bytes)
+        interrupt.end_by(answer(site, opened, listening, ready))
+
+
+def _site(
+    run: RunOptions,
+    serving: _ServeOptions,
+    system: SystemOptions,
+    generation: GenerationOptions,
+    *,
+    is_local: bool,
+) -> Site:
+    """Return the state that all routes use. `_opened` and `_connect` complete it. Raises KvtoolError.
+
+    is_local: True if only this machine can reach the server's address.
+    """
+    from kvtool.models.catalogue import registry
+    from kvtool.serve.api.requests import Defaults
+    from kvtool.serve.api.thinking import ThinkingOptions
+    from kvtool.serve.http.app import Site
+    from kvtool.serve.http.gate import Limits, own_names
+    from kvtool.serve.queue import JobQueue
+
     name = Path(run.model).stem if run.model else next(iter(registry()))
-    is_local = endpoints.is_loopback(address)
-    site = Site(
+    prompt, keys = system.text(), _keys(serving.api_key_file)
+    return Site(
         name,
         run.policy,
         JobQueue(serving.queue),
         Defaults(
-            sampling,
+            sampling_of(generation),
             generation.n,
             generation.seed,
             prompt,
@@ -178,48 +207,25 @@ def serve(
         log=say if run.verbose else None,
     )
 
-    def ready(pool: SlotPool) -> None:
-        _connect(site, pool)
-        engine = pool.slots[0].engine
-        if run.explain:
-            explain_run(engine, site.policy, "chat")
-        else:
-            say(archive_limit(engine, pool.n_max))
-        if not is_local and not keys:
-            say("there is no API key: whoever reaches the port can use the model")
-        elif "*" in serving.allow_origin and not keys:
-            say("there is no API key: any web page that a browser here opens can use the model")
-        say(f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it")
-
-    with listening:
-        opened = partial(_opened, site, run, generation, serving, prompt, most_bytes)
-        interrupt.end_by(answer(site, opened, listening, ready))
-
 
 @contextmanager
 def _opened(
-    site: Site,
-    run: RunOptions,
-    generation: GenerationOptions,
-    serving: _ServeOptions,
-    system: str | None,
-    most_bytes: int,
+    site: Site, run: RunOptions, generation: GenerationOptions, serving: _ServeOptions, max_bytes: int
 ) -> Iterator[SlotPool]:
     """Open the first engine, and yield the pool of slots: each slot answers requests with its own engine.
 
-    Also set `site.policy`, because `open_run` may have replaced the requested policy.
+    Also set `site.policy`, because `open_run` may have replaced the requested policy, and the thinking of
+    `site.defaults`. Raises KvtoolError.
+
+    max_bytes: maximum size of all stored chats.
     """
     from kvtool.chats.conversation import Conversation
-    from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
     from kvtool.cli.chat.files import meta_of
     from kvtool.config import drafting
     from kvtool.config.opening import open_run
-    from kvtool.engine.loop import Engine
-    from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
-    from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.batching import ComputeLock, StepBatcher
     from kvtool.serve.pool import SlotPool
     from kvtool.serve.rendering import Renderings
@@ -229,64 +235,92 @@ def _opened(
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run, find=locate, guarded=True, n_output=N_OUTPUT))
         say(*opened.notes)
-        engine, run = opened.engine, opened.run
+        first, run = opened.engine, opened.run
         site.policy = run.policy
-        path = stack.enter_context(lock_folder(serving.sessions))
-        fixed = fixed_of(engine, run.policy)
-        chats = stack.enter_context(closing(ChatStore(path, most_bytes, fixed)))
+        folder = stack.enter_context(lock_folder(serving.sessions))
+        fixed, kept = fixed_of(first, run.policy), run.session_values() | generation.session_values()
+        chats = stack.enter_context(closing(ChatStore(folder, max_bytes, fixed)))
         if chats.n_others:
-            others = f"{chats.n_others:,} files in {serving.sessions} are damaged, archives without a chat"
+            others = f"{chats.n_others:,} files in {folder} are damaged, archives without a chat"
             say(f"{others}, or of another model, policy or options; they stay as they are")
-        kept = run.session_values() | generation.session_values()
         template = None
         with suppress(ModelError):
-            template = template_of(engine.model)
+            template = template_of(first.model)
         if template and generation.think:
-            efforts = Efforts.of(template)
-
-            def checked(effort: str | None, budget: int | None) -> ThinkingOptions:
-                efforts.exact(effort, budget)
-                return ThinkingOptions(effort=effort, name="--think", budget=budget)
-
-            site.defaults = replace(site.defaults, thinking=with_thinking(generation, checked))
-        if template and system:
+            site.defaults = replace(site.defaults, thinking=_checked_thinking(generation, template))
+        if template and site.defaults.system:
             # if the system prompt does not fit, raise the error before the first request
-            Conversation(Writer(engine, Sampler(engine.model)), template).check_system(system)
-
-        def meta(chat: Conversation) -> Meta:
-            return meta_of(chat, fixed, kept)
-
+            chat = Conversation(Writer(first, Sampler(first.model)), template)
+            chat.check_system(site.defaults.system)
+        renderings = Renderings(first.model, template) if template else None
         # with --rpc, allow only one cache: if a worker had no memory for a second cache, the server process
         # would end
-        n_max, archive = 1 if run.rpc else serving.parallel, engine.context.archive
-        lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, engine.model))
-
+        n_max = _share_memory(first, 1 if run.rpc else serving.parallel)
+        lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, first.model))
         batcher = stack.enter_context(closing(StepBatcher(lock, n_max, say)))
 
-        renderings = Renderings(engine.model, template) if template else None
-
         def slot(engine: Engine) -> Slot:
-            writer = Writer(engine, Sampler(engine.model), drafts.of(engine))
-            rest = serving.overflow, meta, serving.pin, batcher
-            return Slot(writer, renderings, chats, *rest)
+            return Slot(
+                Writer(engine, Sampler(engine.model), drafts.of(engine)),
+                renderings,
+                chats,
+                overflow=serving.overflow,
+                meta=partial(meta_of, fixed=fixed, kept=kept),
+                pins=serving.pin,
+                batcher=batcher,
+            )
 
-        def more() -> Slot:
-            n_bytes = engine.cache_bytes + engine.state_bytes
-            # without a GPU, check the free memory, because Linux lets a process allocate more than there is.
-            # A GPU reports an error if its memory does not suffice
-            if n_bytes > free_bytes() and not has_gpu():
-                raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
-            another = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
-            if archive and another.context.archive:
-                another.context.archive.n_max = archive.n_max
-            another.checkpoints.max_bytes = engine.checkpoints.max_bytes
-            return slot(another)
+        def another() -> Slot:
+            return slot(stack.enter_context(closing(_another_engine(first))))
 
-        if archive and engine.settings.archive is None:
-            n_max = archive.share(n_max)
-        if engine.settings.checkpoints is None:
-            engine.checkpoints.share(n_max)
-        yield SlotPool(lock, slot(engine), more, n_max, say)
+        yield SlotPool(lock, slot(first), another, n_max, say)
+
+
+def _checked_thinking(generation: GenerationOptions, template: Template) -> ThinkingOptions:
+    """Return the thinking of requests that set none. Raises UsageError: see `with_thinking`."""
+    from kvtool.chats.effort import Efforts
+    from kvtool.serve.api.thinking import ThinkingOptions
+
+    efforts = Efforts.of(template)
+
+    def checked(effort: str | None, budget: int | None) -> ThinkingOptions:
+        efforts.exact(effort, budget)
+        return ThinkingOptions(effort=effort, name="--think", budget=budget)
+
+    return with_thinking(generation, checked)
+
+
+def _share_memory(first: Engine, n: int) -> int:
+    """Divide the memory of the first engine's archive and checkpoints among n engines.
+
+    Limits that the user has set with --checkpoints, or with --archive in tokens, hold for each engine and are
+    not divided.
+
+    Returns the number of engines, which is less than n if n archives would be too small.
+    """
+    archive = first.context.archive
+    if archive and first.settings.archive is None:
+        n = archive.share(n)
+    if first.settings.checkpoints is None:
+        first.checkpoints.share(n)
+    return n
+
+
+def _another_engine(first: Engine) -> Engine:
+    """Return an engine like the first, with the same limits. Raises OutOfMemory."""
+    from kvtool.engine.loop import Engine
+    from kvtool.llama.devices import has_gpu
+
+    n_bytes = first.cache_bytes + first.state_bytes
+    # without a GPU, check the free memory, because Linux lets a process allocate more than there is.
+    # A GPU reports an error if its memory does not suffice
+    if n_bytes > free_bytes() and not has_gpu():
+        raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
+    engine = Engine(first.model, first.policy, first.settings)
+    if engine.context.archive and first.context.archive:
+        engine.context.archive.n_max = first.context.archive.n_max
+    engine.checkpoints.max_bytes = first.checkpoints.max_bytes
+    return engine
 
 
 def _connect(site: Site, pool: SlotPool) -> None:

@@ -43,7 +43,7 @@ Settings for all commands do not change them.
 """
 
 _MODELS = "models"
-_MOST_WORDS = 4
+_MAX_WORDS = 4
 """Maximum number of parts of a table's name: "models", the model, and at most two words of a command."""
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -223,10 +223,8 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
     title = f"{path}: [{'.'.join(map(_quoted, words))}]" if words else f"{path}:"
     if words and words[0] not in COMMANDS:
         raise UsageError(f"{title} is not a command.{suggestion(words[0], COMMANDS)}")
-    if len(words) > _MOST_WORDS:
-        raise UsageError(
-            f"{path}: a table's name has at most {_MOST_WORDS} parts, such as [models.NAME.chat]"
-        )
+    if len(words) > _MAX_WORDS:
+        raise UsageError(f"{path}: a table's name has at most {_MAX_WORDS} parts, such as [models.NAME.chat]")
     is_in_group = not words or words[0] in GROUPS
     if len(words) > 1 and not is_in_group:
         raise UsageError(f"{title} is not a command; `kvtool {words[0]}` has no subcommands")

@@ -68,7 +68,7 @@ def first_tokens(
 def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
     """Raise InputError if the engine cannot read a text to its end. noun: "text" or "prompt"."""
     shorter = "or --max-tokens" if noun == "text" else "or a shorter prompt"
-    if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
+    if not engine.policy.evicts and n_tokens > engine.policy.budget:
         raise InputError(
             f"the {noun} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "
             f"`full` never evicts; use --policy recall {shorter}"

@@ -1,6 +1,7 @@
-"""Functions that prepare a command in which a model writes.
+"""Functions of commands in which a model writes.
 
-They choose the model and the thinking effort, and make the sampler, the engine and the writer.
+They choose the model and the thinking effort, make the sampler, the engine and the writer, and say why a text
+ended.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvtool.cli.locate import locate
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.system.texts import exists
+from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
@@ -69,15 +71,38 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
     return generation.sampling()
 
 
-def why_empty(writer: Writer, noun: str, *, thought: bool = False) -> str | None:
-    """Return a message that says why a reply or an answer is empty.
+def end_note(
+    writer: Writer,
+    generation: GenerationOptions,
+    noun: str,
+    *,
+    is_empty: bool,
+    thought: bool = False,
+    in_terminal: bool = False,
+) -> str | None:
+    """Return a note if a text ended in a loop or at its limit, or is empty.
 
-    None if another message gives the reason: the user stopped the text, or the text ended in a loop or at the
-    limit.
+    None if it ended as texts should, or if the user stopped it.
 
-    noun: "reply" or "answer". thought: True if there was a thought before the text.
+    noun: "reply" or "answer". thought: True if there was a thought before the text. in_terminal: True if the
+    user can type the commands of a chat. The note then names them, and not the options.
     """
-    if writer.stop or writer.loop or writer.is_cut:
+    if writer.stop:
+        return None
+    if loop := writer.loop:
+        tokens = f"the same {loop.n_block} tokens" if loop.n_block > 1 else "the same token"
+        off = "/set stop_loops off" if in_terminal else "--stop-loops off"
+        return f"stopped: the model wrote {tokens} {loop.n_times} times; {off} lets it go on"
+    if writer.is_cut:
+        stopped = f"stopped after {format_tokens(writer.n_written)}"
+        if in_terminal:
+            return f"{stopped} (-n); /set n changes the limit"
+        if generation.grammar or generation.json_schema:
+            return f"{stopped} (-n): the text may be incomplete"
+        if "n" in generation.given:
+            return f"{stopped} (-n)"
+        return f"{stopped}; -n N changes the limit, and -n -1 removes it"
+    if not is_empty:
         return None
     if writer.stopped_by:
         return f"the {noun} is empty: it began with the stop text {writer.stopped_by!r}"

@@ -30,7 +30,7 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
     check_file(run.archive_file)
     limit(run.archive, run.archive_file)
     flags = run.typed_archive
-    if flags and not any(kind.recalls() for kind in kinds.values()):
+    if flags and not any(kind.has_recall() for kind in kinds.values()):
         have = "has" if len(kinds) == 1 else "have"
         listed = " and ".join(filter(None, [", ".join(flags[:-1]), flags[-1]]))
         raise UsageError(

@@ -114,7 +114,7 @@ def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) ->
     if run.budget is not None:
         return parse(run.budget, n_ctx_train)
     # if `capped` is set, the policy chooses how many cells each row keeps, and the budget is only a limit
-    n = n_ctx if kind.capped else run.default_recall if kind.recalls() else run.default_budget
+    n = n_ctx if kind.capped else run.default_recall if kind.has_recall() else run.default_budget
     return in_cells(min(n, n_ctx), n_ctx_train)
 
 
@@ -187,7 +187,7 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     if budget.in_bytes and not run.scores:
         n -= max(n_batch - spec.slack(n), 0)
     try:
-        policy = spec.fit(n, lambda policy: policy.on(layers.n_group, layers.has_values))
+        policy = spec.fit(n, lambda policy: policy.for_model(layers.n_group, layers.has_values))
     except UsageError as error:
         if run.budget is None and n == run.n_ctx:
             raise UsageError(f"--ctx-size {n} limits the budget: {error}") from None
@@ -211,7 +211,7 @@ def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: L
 
     recall fills additional cells in each step. These cells also take bytes, which the budget has to include.
     """
-    policy = fitted.policy.on(layers.n_group, layers.has_values)
+    policy = fitted.policy.for_model(layers.n_group, layers.has_values)
     if not policy.recall:
         return fitted
     n = 2 * fitted.n - policy.n_live - policy.recall.n_filled(layers.has_values)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kvtool.config.model import find_model, loaded_model
 from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.drafts.drafter import Drafter
+from kvtool.engine.settings import MAX_DRAFT
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.layers import Layers
-from kvtool.units import MAX_DRAFT
 
 if TYPE_CHECKING:
     from kvtool.drafts.model import ModelDraft
@@ -41,7 +41,7 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
     obstacle = ""
     if not layers.can_drop:
         obstacle = "this model, which cannot drop draft tokens"
-    elif kind.recalls() and not layers.has_values:
+    elif kind.has_recall() and not layers.has_values:
         obstacle = "recall of tokens (MLA), which the tokens of a step share"
     if obstacle and "draft" in run.given:
         raise UsageError(f"--draft {run.draft} cannot be used with {obstacle}; leave it out")

@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 from kvtool.errors import UsageError, alike
 from kvtool.llama.sampling import Sampling
 from kvtool.options import SAMPLING, Options, declared, option, redeclared, unless
-from kvtool.units import format_tokens
 
 EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `--think`. A chat template supports only some of them."""
@@ -32,7 +31,7 @@ class _LengthOptions(Options):
         "-n, --predict, --n-predict N",
         2048,
         "Maximum tokens of a reply; -1 means no limit.",
-        least=-1,
+        minimum=-1,
         read=_limit,
         request=("max_completion_tokens", "max_tokens", "n_predict"),
         also=("predict", "num_predict", "max_new_tokens"),
@@ -51,7 +50,7 @@ class _LengthOptions(Options):
         None,
         "Maximum tokens of a thought: then it is closed, and the answer follows; -1 means no limit.",
         default_text="no limit",
-        least=-1,
+        minimum=-1,
         read=unless(-1),
     )
 
@@ -80,7 +79,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         "Random seed of the sampler.",
         group=SAMPLING,
         default_text="random",
-        least=-1,
+        minimum=-1,
         read=unless(-1),
     )
 
@@ -90,18 +89,6 @@ class GenerationOptions(Sampling, _LengthOptions):
             (other,) = {*_SHAPES} - typed
             object.__setattr__(self, other, None)
         super().__post_init__()
-
-    def cut(self, n_written: int) -> str:
-        """Return the note for a text that ended at the token limit."""
-        if "n" in self.given:
-            return f"stopped after {format_tokens(n_written)} (-n)"
-        return f"stopped after {format_tokens(n_written)}; -n N changes the limit, and -n -1 removes it"
-
-    @staticmethod
-    def looped(n_block: int, n_times: int, off: str = "--stop-loops off") -> str:
-        """Return the note for a reply that ended in a loop. off: how the user can turn the detection off."""
-        tokens = f"the same {n_block} tokens" if n_block > 1 else "the same token"
-        return f"stopped: the model wrote {tokens} {n_times} times; {off} lets it go on"
 
     def sampling(self) -> Sampling:
         """Return the sampler's settings."""

@@ -84,7 +84,7 @@ def open_run(
 
     patch = patch_note({spec.name: spec.kind})
     n_cell = fitted.policy.n_live + fitted.n_batch if fitted else min(n_ctx, _N_CELL)
-    if run.resident and spec.kind.recalls():
+    if run.resident and spec.kind.has_recall():
         n_cell += residents.n_cells(run.resident, n_ctx)
     placed_notes: list[str] = []
 
@@ -147,7 +147,7 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
 
     Returns the options and a note, which is None if the policy was not replaced.
     """
-    if not (run.instead and kind.recalls()):
+    if not (run.instead and kind.has_recall()):
         return run, None
     if layers.only_full:
         note = f"this model runs only with the policy full: {layers.only_full}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
-from kvtool.units import format_bytes, format_tokens
+from kvtool.units import PLAIN, format_bytes, format_tokens
 
 
 def report(engine: Engine, policy: str) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
         "archive_bytes": engine.archive_bytes,
         "archive_limit": archive.n_max if archive else None,
         "archive_file": archive.file if archive else None,
+        "archive_type": engine.settings.archive_type.removeprefix(PLAIN) if archive else None,
         "resident": engine.residents.n_now,
         "repeated": engine.residents.n_repeated,
         "resident_refusal": engine.residents.refusal,

@@ -23,7 +23,7 @@ from kvtool.options import (
     unless,
     within,
 )
-from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MOST_RESIDENT, MOST_THREADS
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MAX_RESIDENT, MAX_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
 """The default policy, and its replacement for runs in which recall does not work.
@@ -100,7 +100,7 @@ class RunOptions(Options):
         None,
         "Evict after every N tokens.",
         default_text="16, fewer for budgets below 128",
-        least=1,
+        minimum=1,
     )
     positions: str = _cache_option(
         "--positions MODE",
@@ -139,7 +139,7 @@ class RunOptions(Options):
         "size.",
         group=HARDWARE,
         default_text="the model's trained length",
-        least=0,
+        minimum=0,
         read=unless(0),
     )
     n_batch: int | None = _cache_option(
@@ -148,14 +148,14 @@ class RunOptions(Options):
         "Maximum tokens decoded per batch.",
         group=HARDWARE,
         default_text="{default_n_batch}",
-        least=1,
+        minimum=1,
     )
     threads: int | None = _hardware_option(
         "-t, --threads N",
         None,
         "CPU threads.",
         default_text="the fastest number, at most one per core",
-        **within(1, MOST_THREADS),
+        **within(1, MAX_THREADS),
     )
     gpu_layers: int | None = _hardware_option(
         "-ngl, --gpu-layers N|auto|all",
@@ -163,7 +163,7 @@ class RunOptions(Options):
         "Number of layers on the GPU, counted from the last; auto: as many as fit.",
         default_text="auto",
         words={"auto": -1, "all": ALL_LAYERS},
-        least=ALL_LAYERS,
+        minimum=ALL_LAYERS,
         read=unless(-1),
         in_record=True,
     )
@@ -172,7 +172,7 @@ class RunOptions(Options):
         None,
         "Mixture of experts: keep the experts' weights of the first N layers in host memory.",
         default_text="0",
-        least=0,
+        minimum=0,
         read=unless(0),
     )
     cpu_moe: bool = _hardware_option(
@@ -200,7 +200,7 @@ class RunOptions(Options):
         default_text="by free memory",
     )
     main_gpu: int = _hardware_option(
-        "-mg, --main-gpu N", 0, "The GPU of --split-mode none, counted from 0.", least=0
+        "-mg, --main-gpu N", 0, "The GPU of --split-mode none, counted from 0.", minimum=0
     )
     rpc: str | None = _hardware_option(
         "--rpc HOST:PORT,...",
@@ -235,7 +235,8 @@ class RunOptions(Options):
         "auto",
         "With --policy recall: type of the archived keys and values: any type that cached keys can have, or "
         "q8_0/q4_0 or q5_0/q4_0 for keys/values. auto: q8_0 with a GPU or --prefill exact; else q5_0/q4_0, "
-        "or q8_0/q4_0 if the model adds biases to its keys.",
+        "or q8_0/q4_0 if the model adds biases to its keys; always f16 if the size of a head is not "
+        "a multiple of 32.",
         group=ARCHIVE,
         choices=("auto", *ARCHIVE_TYPES),
     )
@@ -245,8 +246,8 @@ class RunOptions(Options):
         "With --policy recall: archived tokens of each row that stay on the device, so that writing needs no "
         "search on the host. 0: none.",
         group=ARCHIVE,
-        least=0,
-        most=MOST_RESIDENT,
+        minimum=0,
+        maximum=MAX_RESIDENT,
         in_record=True,
     )
     flash: str = _cache_option(

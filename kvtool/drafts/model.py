@@ -9,21 +9,20 @@ import numpy as np
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
-from kvtool.engine.settings import Settings
+from kvtool.engine.settings import MAX_DRAFT, Settings
 from kvtool.errors import UsageError
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.model import Model
-from kvtool.units import MAX_DRAFT
 
 _BUDGET, _EVICT_EVERY = 256, 64
 """Budget of the draft model's cache in cells, and number of tokens between evictions."""
 
-_GOES_ON, _LEAST = 0.5, 0.25
+_GOES_ON, _MIN_PROBABILITY = 0.5, 0.25
 """Minimum joint probability of all tokens of a draft.
 
-If the probability falls below _LEAST, the newest token is dropped from the draft. If it falls below _GOES_ON,
-no more tokens are drafted. _GOES_ON is higher, because a step of the draft model costs more than one more
-token in the verifying step.
+If the probability falls below _MIN_PROBABILITY, the newest token is dropped from the draft. If it falls below
+_GOES_ON, no more tokens are drafted. _GOES_ON is higher, because a step of the draft model costs more than
+one more token in the verifying step.
 """
 
 
@@ -110,7 +109,7 @@ def likely_tokens(context: Decoder, read: Callable[[int], None], n: int) -> np.n
     while True:
         token, p = _likeliest(context.next_logits)
         all_true *= p
-        if all_true < _LEAST:
+        if all_true < _MIN_PROBABILITY:
             break
         found.append(token)
         if len(found) == n or all_true < _GOES_ON:

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvtool.drafts.model import likely_tokens
 from kvtool.engine.loop import Engine
+from kvtool.engine.settings import MAX_DRAFT
 from kvtool.llama.mtp import MtpContext, output_hidden, read_hidden
-from kvtool.units import MAX_DRAFT
 
 N_CELL = 512
 """Cells of the MTP layers' cache."""

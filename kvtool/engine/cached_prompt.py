@@ -81,7 +81,7 @@ class CachedPrompt:
             and isinstance(context, Context)
             and not context.fixed_state
             and (context.model, context.types) == (self.model, self.types)
-            and not (cache.policy.logn or self.request.log_n)
+            and not (cache.policy.logn or self.request.logn)
         )
 
     def put(self, cache: PolicyCache) -> int:
@@ -110,15 +110,15 @@ class CachedPrompt:
         asked, n = cache.policy.request(), len(self.tokens)
         if self.has(asked) or cache.policy.reconstruction:
             return n
-        if not asked.signals & ~(_OF_CACHE | _OF_LAST):
+        if not asked.reads & ~(_OF_CACHE | _OF_LAST):
             return max(n - max(asked.n_query, 1), 0)
         return 0
 
     def has(self, asked: SignalRequest) -> bool:
         """True if `signals` has everything that a policy with this request reads."""
-        wanted, read = asked.signals & ~_OF_CACHE, self.request
-        if wanted & ~read.signals:
+        wanted, known = asked.reads & ~_OF_CACHE, self.request
+        if wanted & ~known.reads:
             return False
-        same_queries = not wanted & _OF_N_QUERY or asked.n_query == read.n_query
-        same_t = not asked.needs_t or asked.t == read.t
-        return not wanted or (asked.group == read.group and same_queries and same_t)
+        same_queries = not wanted & _OF_N_QUERY or asked.n_query == known.n_query
+        same_t = not asked.needs_t or asked.t == known.t
+        return not wanted or (asked.group == known.group and same_queries and same_t)

@@ -29,20 +29,20 @@ With this limit, copying takes an estimated 2 % of the time of reading, if a GPU
 and copies 6 GB a second.
 """
 
-_LEAST_SAVED, _MOST_SAVED_BYTES = 3, 2**28
+_MIN_SAVED, _MAX_SAVED_BYTES = 3, 2**28
 """Limits for the copies of whole caches that are saved in FILE.archive.
 
-Up to `_LEAST_SAVED` copies are saved in any case. More copies are saved only if all saved copies together
-take at most `_MOST_SAVED_BYTES`.
+Up to `_MIN_SAVED` copies are saved in any case. More copies are saved only if all saved copies together
+take at most `_MAX_SAVED_BYTES`.
 """
 
 _NAMES = 2**14
 """Maximum size of the arrays' names in a copy of a whole cache, in bytes."""
 
-_N_ROOM, _MOST_OF_MEMORY = 8, 1 / 4
+_N_ROOM, _MAX_MEMORY_SHARE = 8, 1 / 4
 """Default limit: room for eight checkpoints, but at most a quarter of the free memory."""
 
-_LEAST_OF_MEMORY = 1 / 16
+_MIN_MEMORY_SHARE = 1 / 16
 """The default limit for checkpoints of sliding and recurrent layers is at least a 16th of the free memory.
 
 The limit for copies of whole caches has no such minimum, because each copy is as large as the cache.
@@ -80,7 +80,7 @@ class Checkpoints:
         The cache of the stream.
     max_bytes
         Maximum bytes of all checkpoints; 0 for no checkpoints. Default: see `_N_ROOM` and
-        `_LEAST_OF_MEMORY`.
+        `_MIN_MEMORY_SHARE`.
 
     Attributes
     ----------
@@ -110,14 +110,14 @@ class Checkpoints:
         self.max_bytes = 0
         if max_bytes == 0 or not (self.are_whole or (cache.context.fixed_state and cache.keeps_all)):
             return
-        n_bytes = self._most_bytes
+        n_bytes = self._max_bytes
         if cache.context.kv_offload and cache.context.model.is_on_gpu:
             self.spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
         if max_bytes is None:
             n_free = free_bytes()
-            most = min(int(n_free * _MOST_OF_MEMORY), _N_ROOM * n_bytes)
+            most = min(int(n_free * _MAX_MEMORY_SHARE), _N_ROOM * n_bytes)
             if not self.are_whole:
-                most = max(int(n_free * _LEAST_OF_MEMORY), most)
+                most = max(int(n_free * _MIN_MEMORY_SHARE), most)
             self.max_bytes = most if most >= n_bytes else 0
         elif max_bytes < n_bytes:
             raise UsageError(
@@ -129,7 +129,7 @@ class Checkpoints:
             self.max_bytes = max_bytes
 
     @property
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
         """Maximum bytes of a checkpoint."""
         cache, context = self._cache, self._cache.context
         n_fixed = context.fixed_state.n_bytes if context.fixed_state else 0
@@ -162,7 +162,7 @@ class Checkpoints:
 
         The limit is not reduced below the size of eight checkpoints.
         """
-        self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _N_ROOM * self._most_bytes))
+        self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _N_ROOM * self._max_bytes))
 
     @property
     def is_due(self) -> bool:
@@ -181,7 +181,7 @@ class Checkpoints:
         cache, rows = self._cache, self._cache.rows
         if not self.max_bytes or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
             return
-        n_most = self._most_bytes
+        n_most = self._max_bytes
         while self._all and self.n_bytes + n_most > self.max_bytes:
             # make room before the copy is made, so that all checkpoints together never exceed the limit
             del self._all[_least_useful(self._all, rows.n_past)]
@@ -221,7 +221,7 @@ class Checkpoints:
         n_past = self._cache.rows.n_past
         kept = [each for each in self._all if each.n_past < n_past or not self.are_whole]
         n_bytes = sum(each.data.nbytes for each in kept)
-        while self.are_whole and len(kept) > _LEAST_SAVED and n_bytes > _MOST_SAVED_BYTES:
+        while self.are_whole and len(kept) > _MIN_SAVED and n_bytes > _MAX_SAVED_BYTES:
             n_bytes -= kept.pop(_least_useful(kept, n_past)).data.nbytes
         return kept
 
@@ -271,7 +271,7 @@ class Checkpoints:
     def _fits(self, part: SavedCheckpoint, data: np.ndarray, n_cell: int) -> bool:
         """True if the stream can be rewound to a session's checkpoint."""
         if not self.are_whole:
-            return part.n_bytes == len(data) == self._most_bytes
+            return part.n_bytes == len(data) == self._max_bytes
         try:
             arrays = arrays_in(data)
             snapshot.check(self._cache, arrays, n_cell)

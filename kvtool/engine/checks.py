@@ -41,7 +41,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
             "--prefill exact needs the same type for archived keys and values; choose --archive-type q8_0, "
             "or --prefill stream"
         )
-    if policy.slack and layers.only_full:
+    if policy.evicts and layers.only_full:
         raise UsageError(f"this model runs only with --policy full: {layers.only_full}")
     if settings.n_draft and not layers.can_drop:
         raise UsageError("this model cannot drop draft tokens; choose n_draft 0")
@@ -61,10 +61,10 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
         )
 
 
-def on_model(policy: Policy, model: Model) -> Policy:
+def for_model(policy: Policy, model: Model) -> Policy:
     """Return the policy, adapted to the model. Raises UsageError if they do not work together."""
     try:
-        return policy.on(model.layers.n_group, model.layers.has_values)
+        return policy.for_model(model.layers.n_group, model.layers.has_values)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LEAST = 32
+_MIN_TOKENS = 32
 """Minimum tokens of a part. In smaller parts, each token takes longer."""
 
 
@@ -22,7 +22,7 @@ class ChunkSize:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self.n = _LEAST
+        self.n = _MIN_TOKENS
 
     def part(self, at: int, end: int) -> slice:
         """Return the slice of tokens to decode next. It begins at `at` and has about `self.n` tokens.
@@ -40,6 +40,6 @@ class ChunkSize:
             return
         took = seconds * self.n / n / self._seconds
         if took > 1.25:
-            self.n = max(self.n // 2, _LEAST)
+            self.n = max(self.n // 2, _MIN_TOKENS)
         elif took < 0.625:
             self.n *= 2

@@ -16,7 +16,7 @@ from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import pad
 from kvtool.llama.devices import gpu_free_bytes
 
-_LEAST = 64
+_MIN_TOKENS = 64
 """Minimum number of tokens to read exactly, unless the settings ask for exact reading.
 
 For fewer tokens, exact reading saves less time than it takes to make the buffers.
@@ -50,7 +50,7 @@ class ExactReader:
         if not self.n_chunk or not archive or archive.is_traced or cache.n_restart:
             return 0
         n = min(n, cache.n_ctx // 2 - rows.n_past)
-        if n < (1 if self._is_asked else _LEAST) or rows.n_kv + n <= cache.policy.n_live:
+        if n < (1 if self._is_asked else _MIN_TOKENS) or rows.n_kv + n <= cache.policy.n_live:
             return 0
         if self._is_asked:
             return n

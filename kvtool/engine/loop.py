@@ -13,7 +13,7 @@ from kvtool.engine import snapshot
 from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
 from kvtool.engine.checkpoints import Checkpoints
-from kvtool.engine.checks import check, how_read, on_model
+from kvtool.engine.checks import check, for_model, how_read
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.engine.exact_reader import ExactReader
 from kvtool.engine.plan_check import ask
@@ -50,7 +50,7 @@ class Engine:
     Attributes
     ----------
     model, policy, settings
-        The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.on`.
+        The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.for_model`.
     prefill
         How a prompt is read: "stream", "whole" or "exact".
     n_ctx, n_cell, n_batch
@@ -85,7 +85,7 @@ class Engine:
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
         self.model = model
-        self.policy = policy = on_model(policy, model) if policy.recall else policy
+        self.policy = policy = for_model(policy, model) if policy.recall else policy
         sizes = Sizes.of(policy, settings, model)
         self.n_ctx, self.n_cell, self.n_batch = sizes.n_ctx, sizes.n_cell, sizes.n_batch
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
@@ -93,7 +93,7 @@ class Engine:
         # stored here, because computing a policy's property takes microseconds, which is too long for each
         # step
         self._n_live = policy.n_live
-        self._request = ask(policy, "request")
+        self._request = ask(policy, policy.request)
         self._needs_t = self._request.needs_t
         self.context = open_context(model, policy, self._request, settings, sizes)
         in_cache = settings.positions == "in-cache"
@@ -212,7 +212,7 @@ class Engine:
         cache = self.cache
         began = time.perf_counter()
         view = cache.observe()
-        plan = cache.ask("plan", view, cache.state)
+        plan = cache.ask(self.policy.plan, view, cache.state)
         cache.plan_s += time.perf_counter() - began
         cache.apply(plan, cache.check(view, plan), self.rows.next_rot)
         cache.n_planned = self.rows.n_past
@@ -347,7 +347,7 @@ class Engine:
         - The policy recalls, the settings name no way of reading, a GPU has room, and the text cannot be read
           exactly to its end.
         """
-        evicts = n > self.policy.n_asked and self.policy.slack > 0
+        evicts = self.policy.evicts and n > self.policy.n_asked
         if self.n_past or not evicts:
             return False
         if self.prefill != "whole":
@@ -546,7 +546,7 @@ class Engine:
         n_text: number of first tokens that are read as one text. Later tokens are decoded one by one.
         """
         policy, settings = self.policy, self.settings
-        if not policy.slack:
+        if not policy.evicts:
             return None
         if self.reads_whole(n_text):
             return n_text

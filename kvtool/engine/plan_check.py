@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from traceback import extract_tb
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,17 +13,19 @@ from kvtool.errors import KvtoolError, PlanError, StreamEnd, where
 from kvtool.policy import Merge, Plan, Policy, View
 from kvtool.policy.view import SIGNALS
 
+_Answer = TypeVar("_Answer")
 
-def ask(policy: Policy, method: str, *args: object) -> Any:
+
+def ask(policy: Policy, method: Callable[..., _Answer], *args: object) -> _Answer:
     """Call a method of a policy. Any error but KvtoolError becomes a PlanError, even SystemExit."""
     try:
-        return getattr(policy, method)(*args)
+        return method(*args)
     except KvtoolError:
         raise
     except (Exception, SystemExit) as error:
         hint = next(_absent(policy, error, args), None)
         told = TypeError(hint).with_traceback(error.__traceback__) if hint else error
-        raise PlanError(f"{type(policy).__name__}.{method}: {where(told)}") from error
+        raise PlanError(f"{type(policy).__name__}.{method.__name__}: {where(told)}") from error
 
 
 def _absent(policy: Policy, error: BaseException, args: Iterable[object]) -> Iterator[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -15,7 +16,9 @@ from kvtool.errors import UsageError
 from kvtool.policy import Merge, Plan, Policy, Signal, State, View
 
 if TYPE_CHECKING:
-    from kvtool.llama.sequence import Cache
+    from kvtool.llama.sequence import AnyContext
+
+_Answer = TypeVar("_Answer")
 
 _NO_MOVES = np.empty((0, 4), np.int32)
 
@@ -57,7 +60,7 @@ class PolicyCache:
     plan_s: float
     edit_s: float
 
-    def __init__(self, policy: Policy, context: Cache, n_ctx: int, *, in_cache: bool) -> None:
+    def __init__(self, policy: Policy, context: AnyContext, n_ctx: int, *, in_cache: bool) -> None:
         self.policy = policy
         self.context = context
         self.rows = Rows(context.row_layers, context.n_cell, ragged=policy.ragged)
@@ -76,7 +79,7 @@ class PolicyCache:
         self.rows.clear(self.rows.pos.shape[1])
         self.n_pinned = self.n_held = self.n_planned = self.n_evicted = self.n_restart = 0
         if self.context.archive:
-            self.context.archive.keep(0)
+            self.context.archive.forget()
         self.plan_s = self.edit_s = 0.0
         self.edit(np.zeros(self.context.n_row, np.int32), 0)
         if (self.context.layer_cells != self.layer_cells).any():
@@ -93,7 +96,7 @@ class PolicyCache:
     def start(self) -> None:
         """Get the policy's initial state for all cells. Raises PlanError for a wrong type or shape."""
         shape = self.rows.pos.shape
-        state = self.ask("start", *shape, self.context.n_dim)
+        state = self.ask(self.policy.start, *shape, self.context.n_dim)
         check_state(self._name, state, shape)
         self.state = state
 
@@ -135,7 +138,7 @@ class PolicyCache:
             self.resize(np.where(is_unfit, wanted, cells))
         self._n_fit = int((self.context.layer_cells - most).min())
 
-    def low_rot(self, n_kv: int, n: int) -> int:
+    def rot_without_gaps(self, n_kv: int, n: int) -> int:
         """Return the next token's position after all gaps between n_kv live cells are closed.
 
         Without sliding layers, the position is n_kv. A sliding layer may hold up to n_swa tokens, and it
@@ -153,11 +156,11 @@ class PolicyCache:
         state and reads no signals, because earlier states and signals are not stored. Tokens can be removed
         from the model's cache.
         """
-        archives = self.context.archive or not self.policy.slack
+        archives = self.context.archive or not self.policy.evicts
         can_remove = not self.context.model.layers.only_full
         return bool(archives and can_remove and not self.state and self.policy.reads == Signal.NONE)
 
-    def ask(self, method: str, *args: object) -> Any:
+    def ask(self, method: Callable[..., _Answer], *args: object) -> _Answer:
         """Call a method of the policy. Any error but KvtoolError becomes a PlanError."""
         return ask(self.policy, method, *args)
 
@@ -211,20 +214,20 @@ class PolicyCache:
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
         """Return the policy's view. signals: arrays by their field in the view."""
-        rows = self.rows
+        rows, fields = self.rows, dict(signals)
         if Signal.KEYS in self._reads:
             # undo RoPE: rotate each key back by its position
-            signals = signals | {"keys": self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
+            fields["keys"] = self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))
         if self.context.queries:
             n_last = max(min(self.context.queries.n, rows.n_past - self.policy.n_skip), 1)
             future = self.context.queries.future(n_last, rows.next_rot, rows.n_kv)
-            signals = signals | dict(zip(("future_mean", "future_variance"), future, strict=True))
+            fields["future_mean"], fields["future_variance"] = future
         if Signal.VALUE_NORMS in self._reads:
-            signals = signals | {"value_norms": self.context.read_value_norms(rows.n_kv)}
+            fields["value_norms"] = self.context.read_value_norms(rows.n_kv)
         if rows.ragged:
-            signals = signals | {"live": rows.live.copy()}
+            fields["live"] = rows.live.copy()
         if self._reads & (Signal.HITS | Signal.FUTURE):
-            signals = signals | {"n_head": self.context.n_head}
+            fields["n_head"] = self.context.n_head
         return View(
             pos=rows.view_pos(),
             layer=rows.layer,
@@ -233,20 +236,20 @@ class PolicyCache:
             held=self.n_held,
             n_ctx=self.n_ctx,
             n_new=n_new,
-            **signals,
+            **fields,
         )
 
     def observe(self) -> View:
         """Return the view, after the policy has observed it. The policy observes each window only once."""
         view = self.view(self.signals.read(), self.signals.n_new)
         if not self.signals.is_observed:
-            self.ask("observe", view, self.state)
+            self.ask(self.policy.observe, view, self.state)
             self.signals.is_observed = True
         return view
 
     def close_gaps(self, n: int) -> None:
         """Rotate all keys to close the gaps between positions, so that n more tokens fit."""
-        next_rot = self.low_rot(self.rows.n_kv, n)
+        next_rot = self.rot_without_gaps(self.rows.n_kv, n)
         # let the policy observe the signals before the edit clears them
         self.observe()
         self.n_restart += 1
@@ -257,7 +260,7 @@ class PolicyCache:
         policy = self.policy
         # `may_fill`: the policy never evicts, or its budget is only a cap (which may be as large as the
         # context)
-        may_fill = policy.capped or not policy.slack
+        may_fill = policy.capped or not policy.evicts
         n_keep = check_plan(self._name, plan, view, policy.n_live, ragged=self.rows.ragged, may_fill=may_fill)
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)
@@ -292,7 +295,7 @@ class PolicyCache:
             self.context.archive.rebase(rows.n_past - rows.next_rot)
         try:
             if self.state:
-                self.ask("move", self.state, source)
+                self.ask(self.policy.move, self.state, source)
         finally:
             # clear the state of freed cells even after an error: a new token's state must be zero
             self.clear_dead(n)

@@ -24,7 +24,7 @@ _REPEATED = 0.04
 _PACE = 0.02
 """Speed of adaptation: a repetition raises the limit by about this share."""
 
-_MOST_REPEATS = 3
+_MAX_REPEATS = 3
 """Maximum number of repetitions of a step.
 
 A repetition changes the queries of later layers, so these layers may then need other clusters.
@@ -36,14 +36,14 @@ _N_BLOCK, _N_CLUSTER = 256, 16
 _N_UNCLUSTERED = 3 * _N_BLOCK // 2
 """Number of cells in each row for tokens that have no cluster yet."""
 
-_MOST_MEANS = 16 * _N_BLOCK
+_MAX_MEANS = 16 * _N_BLOCK
 """Maximum number of cells for means in each row.
 
 It is enough for the means of all clusters of 65,024 archived tokens. In a longer archive, each set of 16
 clusters has a mean, and the remaining cells are for the clusters of the best sets.
 """
 
-_MOST_SETS = 3 * _MOST_MEANS // 4
+_MAX_SETS = 3 * _MAX_MEANS // 4
 """Maximum number of cells for means of sets in each row, enough for 777,728 archived tokens.
 
 A longer archive is searched on the host.
@@ -104,7 +104,7 @@ class Residents:
 
     def prepare(self) -> None:
         """Make room for the next step's residents. If the device has no memory left, set `n_token` to 0."""
-        self._n_left = _MOST_REPEATS
+        self._n_left = _MAX_REPEATS
         archive = self._cache.context.archive
         assert archive
         means = _means_for(archive.n)
@@ -176,10 +176,10 @@ def _n_set(n_archived: int) -> int:
 
 def _means_for(n_archived: int) -> _Means:
     """Return the numbers of cells for an archive of n_archived tokens."""
-    if (n_cluster := _n_cluster(n_archived)) <= _MOST_MEANS:
-        return _Means(min(_with_reserve(n_cluster), _MOST_MEANS), 0)
-    n_mean_set = min(_with_reserve(_n_set(n_archived)), _MOST_SETS)
-    return _Means(_MOST_MEANS - n_mean_set, n_mean_set)
+    if (n_cluster := _n_cluster(n_archived)) <= _MAX_MEANS:
+        return _Means(min(_with_reserve(n_cluster), _MAX_MEANS), 0)
+    n_mean_set = min(_with_reserve(_n_set(n_archived)), _MAX_SETS)
+    return _Means(_MAX_MEANS - n_mean_set, n_mean_set)
 
 
 def _with_reserve(n: int) -> int:

@@ -121,6 +121,6 @@ def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earl
 
 def n_live(policy: Policy, n: int) -> int:
     """Return the number of live cells of a row after n tokens, if evictions keep `policy.n_keep` cells."""
-    if n <= policy.n_live or not policy.slack:
+    if n <= policy.n_live or not policy.evicts:
         return n
     return policy.n_keep + 1 + (n - policy.n_live - 1) % policy.slack

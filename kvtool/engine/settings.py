@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
-from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MAX_DRAFT, MOST_RESIDENT, MOST_THREADS, PLAIN
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MAX_RESIDENT, MAX_THREADS, PLAIN
 
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
 FLASH = ("on", "off", "auto")
 """Allowed values of `Settings.positions`, `Settings.prefill` and `Settings.flash`."""
+
+MAX_DRAFT = 15
+"""Maximum number of draft tokens of a step.
+
+Each draft token needs a copy of all recurrent states. About 80 copies are too many for llama.cpp's graphs.
+"""
 
 _CHOICES = {
     "positions": POSITIONS,
@@ -107,10 +113,10 @@ class Settings:
         for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} must be at least 1, got {n}")
-        if self.n_threads is not None and self.n_threads > MOST_THREADS:
-            raise UsageError(f"n_threads must be in 1..{MOST_THREADS}, got {self.n_threads}")
-        if not 0 <= self.resident <= MOST_RESIDENT:
-            raise UsageError(f"resident must be in 0..{MOST_RESIDENT}, got {self.resident}")
+        if self.n_threads is not None and self.n_threads > MAX_THREADS:
+            raise UsageError(f"n_threads must be in 1..{MAX_THREADS}, got {self.n_threads}")
+        if not 0 <= self.resident <= MAX_RESIDENT:
+            raise UsageError(f"resident must be in 0..{MAX_RESIDENT}, got {self.resident}")
         if self.checkpoints is not None and self.checkpoints < 0:
             raise UsageError(f"checkpoints must be at least 0, got {self.checkpoints}")
         max_draft = min(MAX_DRAFT, self.n_batch - 1)

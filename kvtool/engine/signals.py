@@ -12,7 +12,7 @@ from kvtool.errors import PlanError
 from kvtool.policy import PER_CELL, Signal
 
 if TYPE_CHECKING:
-    from kvtool.llama.sequence import Cache
+    from kvtool.llama.sequence import AnyContext
 
 
 _QUERIES = ("queries", "queries_pos")
@@ -24,7 +24,7 @@ class Signals:
 
     Attributes
     ----------
-    of
+    by_field
         Signals that the policy reads, by their field in a view.
     since
         Start of the window: `Rows.n_past` when the signals were cleared.
@@ -36,9 +36,9 @@ class Signals:
     since: int
     is_observed: bool
 
-    def __init__(self, reads: Signal, cache: Cache, rows: Rows) -> None:
-        self.of = {name: signal for signal, name in PER_CELL.items() if signal in reads}
-        self._cache = cache
+    def __init__(self, reads: Signal, context: AnyContext, rows: Rows) -> None:
+        self.by_field = {name: signal for signal, name in PER_CELL.items() if signal in reads}
+        self._context = context
         self._rows = rows
 
     @property
@@ -52,12 +52,12 @@ class Signals:
 
     def clear(self) -> None:
         """Clear the signals and begin a new window."""
-        self._cache.clear_signals()
+        self._context.clear_signals()
         self.begin()
 
     def read(self) -> dict[str, np.ndarray]:
         """Return each signal by its field in a view. Raises PlanError if a value is not finite."""
-        values = {name: self._cache.read(signal, self._rows.n_kv) for name, signal in self.of.items()}
+        values = {name: self._context.read(signal, self._rows.n_kv) for name, signal in self.by_field.items()}
         if any(not np.isfinite(array).all() for array in values.values()):
             raise PlanError("the model's attention is not finite; the model file may be damaged")
         if "important" in values:
@@ -71,10 +71,10 @@ class Signals:
         For each signal, the array is the result of `Context.history`, converted by `_converted`. The other
         arrays are the last queries, if the policy reads FUTURE, and "is_observed", if it is True.
         """
-        for name, signal in self.of.items():
-            yield name, self._converted(signal, self._cache.history(signal, self._rows.n_kv))
-        if self._cache.queries:
-            yield from zip(_QUERIES, self._cache.queries.save(), strict=True)
+        for name, signal in self.by_field.items():
+            yield name, self._converted(signal, self._context.history(signal, self._rows.n_kv))
+        if self._context.queries:
+            yield from zip(_QUERIES, self._context.queries.save(), strict=True)
         if self.is_observed:
             yield "is_observed", np.ones(1, np.bool_)
 
@@ -83,10 +83,10 @@ class Signals:
 
         Raises KeyError for a missing array.
         """
-        if self._cache.queries and not self._cache.queries.fits(*(saved[name] for name in _QUERIES)):
+        if self._context.queries and not self._context.queries.fits(*(saved[name] for name in _QUERIES)):
             return False
         return all(
-            values.dtype == np.float32 and values.shape == self._cache.history_shape(signal, n_kv)
+            values.dtype == np.float32 and values.shape == self._context.history_shape(signal, n_kv)
             for signal, values in self._parts(saved)
         )
 
@@ -94,17 +94,17 @@ class Signals:
         """Continue from the arrays that `save` yielded for the window that began at `since`."""
         self.since, self.is_observed = since, "is_observed" in saved
         for signal, values in self._parts(saved):
-            self._cache.write(signal, self._converted(signal, values))
-        if self._cache.queries:
-            self._cache.queries.restore(*(saved[name] for name in _QUERIES))
+            self._context.write(signal, self._converted(signal, values))
+        if self._context.queries:
+            self._context.queries.restore(*(saved[name] for name in _QUERIES))
 
     def _parts(self, saved: Mapping[str, np.ndarray]) -> Iterator[tuple[Signal, np.ndarray]]:
-        for name, signal in self.of.items():
+        for name, signal in self.by_field.items():
             values = saved[name]
             if signal is Signal.RECENT and values.ndim == 2:
                 # older sessions saved only the sum over the last queries: restore it as the attention of the
                 # last query
-                history = np.zeros(self._cache.history_shape(signal, values.shape[1]), np.float32)
+                history = np.zeros(self._context.history_shape(signal, values.shape[1]), np.float32)
                 history[-1] = values
                 values = history
             yield signal, values

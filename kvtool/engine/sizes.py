@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, UsageError
+from kvtool.llama.archive import ArchiveSettings
 from kvtool.llama.context import Context
 from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
 from kvtool.llama.model import Model
@@ -13,7 +14,7 @@ from kvtool.models.layers import PAD
 from kvtool.policy import Policy, SignalRequest
 
 if TYPE_CHECKING:
-    from kvtool.llama.sequence import Cache
+    from kvtool.llama.sequence import AnyContext
 
 _N_DEFER = 32
 """Maximum tokens whose signals are computed together. A higher limit saves little time, but takes memory."""
@@ -55,7 +56,7 @@ class Sizes(NamedTuple):
             # llama.cpp's own table of cells needs room only for the tokens since the last edit; the layers
             # grow separately
             n_start = policy.slack + n_batch + 1
-        elif policy.slack and settings.over_budget and not recall:
+        elif policy.evicts and settings.over_budget and not recall:
             n_cell = n_start = max(policy.budget, min(policy.budget - policy.slack + n_batch, n_ctx))
         if recall:
             n_start += recall.n_filled(model.layers.has_values)
@@ -79,10 +80,10 @@ def pad(n: int) -> int:
 
 def open_context(
     model: Model, policy: Policy, request: SignalRequest, settings: Settings, sizes: Sizes
-) -> Cache:
+) -> AnyContext:
     """Make an empty cache that computes the signals of a policy's request.
 
-    Raises UsageError if the cache needs more cells than the model allows (`Layers.most_cells`). Raises
+    Raises UsageError if the cache needs more cells than the model allows (`Layers.max_cells`). Raises
     LibraryError if the policy or the settings need the patch, but the library is unpatched.
     """
     n_cell = sizes.n_start
@@ -104,16 +105,18 @@ def open_context(
             max(settings.n_batch, sizes.n_chunk),
             request,
             ragged=policy.ragged,
-            archive_type=settings.archive_type,
             # steps fill all cells after the live cells, including the cells that `pad` has added
             n_filled=n_cell - policy.n_live if fills_all else 0,
             n_draft=settings.n_draft,
             repeats=bool(policy.recall and settings.resident),
             n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
-            n_near=sizes.n_ctx // 2,
-            n_archive=settings.archive,
-            archive_bytes=settings.archive_bytes,
-            archive_file=settings.archive_file,
+            archive=ArchiveSettings(
+                settings.archive_type,
+                n_near=sizes.n_ctx // 2,
+                n_max=settings.archive,
+                max_bytes=settings.archive_bytes,
+                file=settings.archive_file,
+            ),
             **how,
         )
         if policy.reconstruction:
@@ -134,8 +137,8 @@ def open_context(
 
 
 def _check_index(model: Model, n_cell: int) -> None:
-    """Raise UsageError for more cells than the model allows (`Layers.most_cells`)."""
-    if n_cell > (n_most := model.layers.most_cells):
+    """Raise UsageError for more cells than the model allows (`Layers.max_cells`)."""
+    if n_cell > (n_most := model.layers.max_cells):
         raise UsageError(
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
             f"choose a smaller --budget, --batch-size or --ctx-size: {n_cell:,} cells are needed"

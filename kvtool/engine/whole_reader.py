@@ -18,7 +18,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
-_LEAST = 256
+_MIN_ROOM = 256
 """Number of tokens that a prompt must leave free in the context for a reconstruction pass.
 
 The pass uses this room to repeat a chunk of the prompt. For short chunks and short contexts, less room is
@@ -102,7 +102,7 @@ class WholeReader:
         True. Does not check the setting `positions`, which may forbid segments.
         """
         in_one = self.in_segments or self.n_segments(n) == 1
-        return in_one and self.n_cells(n) <= self._cache.context.model.layers.most_cells
+        return in_one and self.n_cells(n) <= self._cache.context.model.layers.max_cells
 
     def gpu_has_room(self, n: int) -> bool:
         """True if whole reading of a prompt of n tokens is faster than streaming, and a GPU has room for it.
@@ -160,7 +160,7 @@ class WholeReader:
                 f"the prompt of {n:,} tokens{twice} is longer than the context of {n_ctx:,}, and {who}; "
                 f"continue {instead}"
             )
-        if self.n_cells(n) > (n_most := model.layers.most_cells):
+        if self.n_cells(n) > (n_most := model.layers.max_cells):
             instead = "choose a shorter prompt" if twice else "choose --prefill stream, or a shorter prompt"
             raise UsageError(
                 f"{model.path.name} chooses {n_most:,} cells by an index: a prompt of {n:,} tokens{twice} "
@@ -203,7 +203,7 @@ class WholeReader:
             if self.reconstruction and signals is not None:
                 signals = self._reconstructed(np.concatenate(segments), first, decode, cached)
             elif cached and n_known == n:
-                signals = {name: cached.signals[name] for name in cache.signals.of}
+                signals = {name: cached.signals[name] for name in cache.signals.by_field}
             if signals is None:
                 return None
             for name, values in signals.items():
@@ -245,12 +245,12 @@ class WholeReader:
         """
         cache, rows = self._cache, self._cache.rows
         view = cache.view(signals, rows.n_past)
-        plan = cache.ask("compress", view)
+        plan = cache.ask(cache.policy.compress, view)
         n_keep = cache.check(view, plan)
         next_rot = rows.next_rot
         if close:
             cache.n_restart += 1
-            next_rot = cache.low_rot(int(n_keep[0]), 0)
+            next_rot = cache.rot_without_gaps(int(n_keep[0]), 0)
         source = cache.apply(plan, n_keep, next_rot, close=close)
         cache.n_planned = rows.n_past
         if rows.ragged:
@@ -268,7 +268,7 @@ class WholeReader:
         if rows.ragged:
             _clear_dead(kept, ~rows.is_live())
             kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
-        cache.ask("adopt", replace(view, **kept), cache.state)
+        cache.ask(cache.policy.adopt, replace(view, **kept), cache.state)
         cache.clear_dead(rows.n_kv)
 
 
@@ -301,7 +301,7 @@ class Reconstruction:
         Below 1 if the context is too short.
         """
         n_ctx = self._cache.n_ctx
-        return n_ctx - self.n_before - min(self.words.n_chunk, _LEAST, n_ctx // 4)
+        return n_ctx - self.n_before - min(self.words.n_chunk, _MIN_ROOM, n_ctx // 4)
 
     def n_chunk(self, n: int) -> int:
         """Return the length of a chunk for a segment of n tokens."""
@@ -365,7 +365,7 @@ def decode_watched(
         if not decode(step, n_output if i == len(steps) - 1 else 0):
             return None
         before, signals = signals, cache.signals.read()
-        for name, signal in cache.signals.of.items():
+        for name, signal in cache.signals.by_field.items():
             if (spec := SIGNALS[signal]).scope == "plan":
                 combine = np.maximum if spec.reduction == "max" else np.add
                 old = signals[name][:, : before[name].shape[1]]

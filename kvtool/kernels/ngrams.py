@@ -15,10 +15,10 @@ N_KEY = 3
 N_BIT = 14
 """Number of bits of a hash."""
 
-_MOST_PLACES = 64
+_MAX_PLACES = 64
 """Maximum number of earlier places that are compared with the end of the text, newest first."""
 
-_MOST_SAME = 64
+_MAX_SAME = 64
 """Maximum number of tokens before a place that are compared with the last tokens of the text."""
 
 
@@ -65,14 +65,14 @@ def best_place(tokens, newest, before, n, best):
     if n < N_KEY:
         return
     place = before[n - 1]
-    for _ in range(_MOST_PLACES):
+    for _ in range(_MAX_PLACES):
         if place < 0:
             return
         same = 0
-        while same < min(_MOST_SAME, place) and tokens[place - 1 - same] == tokens[n - 1 - same]:
+        while same < min(_MAX_SAME, place) and tokens[place - 1 - same] == tokens[n - 1 - same]:
             same += 1
         if same >= N_KEY and same > best[1]:
             best[0], best[1] = place, same
-            if same == _MOST_SAME:
+            if same == _MAX_SAME:
                 return
         place = before[place - 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,10 +29,34 @@ _N_FIXED = 3
 _LARGEST = 2**31 - 1
 
 
+class ArchiveSettings(NamedTuple):
+    """How a context archives tokens.
+
+    Attributes
+    ----------
+    type
+        Number format. "q5_0/q4_0" is q5_0 for keys and q4_0 for values.
+    n_near
+        Distance limit in tokens. Archived tokens that are farther away are chosen and attended to as if they
+        were at this distance.
+    n_max, max_bytes
+        Maximum tokens or bytes. Default: a quarter of the free memory if the archive is in memory, and half
+        of the disk's free space if it is in a file.
+    file
+        Path at which to create a file for the archive. None to keep the archive in memory.
+    """
+
+    type: str = "f16"
+    n_near: int = 0
+    n_max: int | None = None
+    max_bytes: int | None = None
+    file: str | None = None
+
+
 class Archive:
     """Archive of a context of the patched llama.cpp. It holds a contiguous range of the stream's tokens.
 
-    It allocates memory in slabs. Slab i holds tokens i * n_token .. (i + 1) * n_token - 1 in all layers.
+    It allocates memory in slabs. Slab i holds tokens i * n_block .. (i + 1) * n_block - 1 in all layers.
     Slabs are in this process's memory or in an unnamed file, whose space is freed when the process ends.
 
     Parameters
@@ -40,11 +65,8 @@ class Archive:
         The cache whose tokens are archived.
     n_layer
         Number of layers that have rows.
-    n_max, max_bytes
-        Maximum tokens or bytes. Default: a quarter of the free memory if the archive is in memory, and half
-        of the disk's free space if it is in a file.
-    file
-        Path at which to create the file. None to keep the archive in memory.
+    settings
+        The limits, and the file.
 
     Attributes
     ----------
@@ -52,7 +74,7 @@ class Archive:
         Path at which the file was created, or None.
     n_max
         Maximum tokens. Their slabs never take more than max_bytes.
-    n_token
+    n_block
         Number of tokens in a slab. These tokens form a block, and each block is clustered separately.
     slab_bytes
         Bytes of a slab.
@@ -71,26 +93,20 @@ class Archive:
         If the bytes hold less than two slabs, or the file cannot be created.
     """
 
-    def __init__(
-        self,
-        owner: Decoder,
-        n_layer: int,
-        n_max: int | None = None,
-        max_bytes: int | None = None,
-        file: str | None = None,
-    ) -> None:
+    def __init__(self, owner: Decoder, n_layer: int, settings: ArchiveSettings) -> None:
         self._owner = owner
         self._n_layer = n_layer
-        self.file = file
-        n_token = ctypes.c_int32()
-        self.slab_bytes: int = lib.llama_kvtool_archive_slab(owner.handle, ctypes.byref(n_token))
+        self.file = file = settings.file
+        n_max, max_bytes = settings.n_max, settings.max_bytes
+        n_block = ctypes.c_int32()
+        self.slab_bytes: int = lib.llama_kvtool_archive_slab(owner.handle, ctypes.byref(n_block))
         check(self.slab_bytes)
-        self.n_token = n_token.value
+        self.n_block = n_block.value
         if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
             # the message prints this size, so round up: an archive of the printed size must be accepted
             least = f"{-(-2 * self.slab_bytes // 1024)} KiB"
             raise UsageError(
-                f"--archive is too small: the archive grows in steps of {self.n_token} tokens and needs at "
+                f"--archive is too small: the archive grows in steps of {self.n_block} tokens and needs at "
                 f"least two steps ({least})"
             )
         self.segments: list[Segment] = []
@@ -107,12 +123,12 @@ class Archive:
 
     def _tokens_in(self, n_slab: int) -> int:
         """Return how many tokens fit in n_slab slabs, even if the first token is the last of its slab."""
-        return max(n_slab - 1, 0) * self.n_token + 1
+        return max(n_slab - 1, 0) * self.n_block + 1
 
     @property
     def max_bytes(self) -> int:
         """Maximum bytes that n_max tokens can take."""
-        return -(-(self.n_max + self.n_token - 1) // self.n_token) * self.slab_bytes
+        return -(-(self.n_max + self.n_block - 1) // self.n_block) * self.slab_bytes
 
     def share(self, n: int) -> int:
         """Divide the bytes into n equal parts, and lower this archive's limit to one part.
@@ -137,11 +153,10 @@ class Archive:
         """Set the base: from now on, keys in the cache are rotated to their stream position minus base."""
         check(lib.llama_kvtool_base(self._owner.handle, base))
 
-    def keep(self, n: int) -> None:
-        """Delete all but the newest n tokens. After n = 0 another stream may begin."""
-        if not n:
-            self.segments, self.clusters = [], []
-        check(lib.llama_kvtool_forget(self._owner.handle, n))
+    def forget(self) -> None:
+        """Delete all tokens. Another stream may then begin."""
+        self.segments, self.clusters = [], []
+        check(lib.llama_kvtool_forget(self._owner.handle))
 
     def stage(self, n: int) -> None:
         """Let later steps attend to all archived tokens, which are at most n, on the device of each layer.
@@ -293,7 +308,7 @@ class Archive:
             yield from self.save_clusters()
 
     @property
-    def block_bytes(self) -> int:
+    def membership_bytes(self) -> int:
         """Size of a block's cluster assignment in bytes; 0 if the archive has no clusters."""
         n_bytes: int = lib.llama_kvtool_clusters(self._owner.handle, None)
         check(n_bytes)
@@ -305,7 +320,7 @@ class Archive:
         span = np.empty(4, np.int64)
         check(lib.llama_kvtool_clusters(self._owner.handle, span.ctypes.data))
         begin, far, near, end = span.tolist()
-        blocks = range(begin, end, self.n_token)
+        blocks = range(begin, end, self.n_block)
         return [(first, first < far) for first in blocks if not far <= first < near]
 
     def read_clusters(self, begin: int, end: int, is_far: bool) -> np.ndarray:
@@ -313,7 +328,7 @@ class Archive:
 
         begin, end: the blocks have the tokens at positions begin .. end - 1.
         """
-        data = np.empty((end - begin) // self.n_token * self.block_bytes, np.uint8)
+        data = np.empty((end - begin) // self.n_block * self.membership_bytes, np.uint8)
         check(lib.llama_kvtool_get_clusters(self._owner.handle, data.ctypes.data, begin, end, is_far))
         return data
 
@@ -322,7 +337,7 @@ class Archive:
         table, arrays = [], []
         for is_far in (True, False):
             if blocks := [first for first, far in self.clustered if far == is_far]:
-                begin, end = blocks[0], blocks[-1] + self.n_token
+                begin, end = blocks[0], blocks[-1] + self.n_block
                 arrays.append(self.read_clusters(begin, end, is_far))
                 table.append((begin, end, is_far, arrays[-1].nbytes, 0))
         if table:
@@ -343,23 +358,23 @@ class Archive:
                 for pos, data in pieces(saved, layer)
             ]
             check(set_layer(self._owner.handle, layer, parts, first, end))
-        self._restore_clusters(saved, first // self.n_token * self.n_token)
+        self._restore_clusters(saved, first // self.n_block * self.n_block)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
             # a block's clusters take half a byte for each row and token
-            n_row = self.block_bytes * 2 // self.n_token
+            n_row = self.membership_bytes * 2 // self.n_block
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)
         self.segments, self.clusters = list(listed(saved, Segment)), list(listed(saved, Clusters))
 
     def _restore_clusters(self, saved: Mapping[str, np.ndarray], begin: int) -> None:
         """Load the saved clusters of the blocks from position `begin` on."""
-        n_bytes = self.block_bytes
+        n_bytes = self.membership_bytes
         table = saved[CLUSTERS].tolist() if n_bytes and CLUSTERS in saved else ()
         for i, (saved_begin, end, is_far, *_) in enumerate(table):
             first = max(saved_begin, begin)
             if first < end:
-                n_skipped = (first - saved_begin) // self.n_token
+                n_skipped = (first - saved_begin) // self.n_block
                 data = np.ascontiguousarray(saved[clusters_name(i)])[n_skipped * n_bytes :]
                 handle, pointer = self._owner.handle, data.ctypes.data
                 check(lib.llama_kvtool_set_clusters(handle, pointer, first, end, bool(is_far)))
@@ -383,7 +398,7 @@ class Archive:
             return False
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
-        return _fit_clusters(saved, end, self.n_token, self.block_bytes) and all(
+        return _fit_clusters(saved, end, self.n_block, self.membership_bytes) and all(
             all(data.dtype == np.uint8 for _, data in parts)
             and sum(data.nbytes for _, data in parts) == (end - begin) * n_bytes
             for n_bytes, parts in ((n, pieces(saved, layer)) for layer, n in enumerate(self.layer_bytes))
@@ -417,10 +432,10 @@ def set_layer(handle: object, layer: int, parts: list[tuple[int, np.ndarray]], b
     return n_bytes
 
 
-def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_bytes: int) -> bool:
+def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_block: int, n_bytes: int) -> bool:
     """Return True if the saved clusters can belong to tokens before position `end`.
 
-    n_token: number of tokens of a block. n_bytes: bytes of a block's clusters; 0 if the archive has no
+    n_block: number of tokens of a block. n_bytes: bytes of a block's clusters; 0 if the archive has no
     clusters.
     """
     if CLUSTERS not in saved or not n_bytes:
@@ -429,11 +444,11 @@ def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_byt
     if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != len(Clusters._fields):
         return False
     return all(
-        first % n_token == last % n_token == 0
+        first % n_block == last % n_block == 0
         and 0 <= first < last <= end
         and (data := saved.get(clusters_name(i))) is not None
         and data.dtype == np.uint8
-        and data.nbytes == (last - first) // n_token * n_bytes
+        and data.nbytes == (last - first) // n_block * n_bytes
         for i, (first, last, *_) in enumerate(table.tolist())
     )
 

@@ -26,19 +26,19 @@ CONSTRAINING = IN_PLACE | {
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
-MOST = 24
+MAX_SCHEMAS = 24
 """Maximum number of schemas in a complement.
 
 Further schemas are left out, so the complement accepts fewer values. It still accepts only values that the
 original schema rejects.
 """
 
-_MOST_LONG = 100
+_MAX_LENGTH = 100
 """Maximum length of a text for `other_than`. Each character of the text adds a level of nesting."""
 
-_MOST_DEEP = 6
-_MOST_VISITS = 100_000
-_MOST_OPTIONS = 100
+_MAX_DEPTH = 6
+_MAX_VISITS = 100_000
+_MAX_OPTIONS = 100
 """Limits: depth of nested schemas and of references, number of visited schemas, and number of options that
 are compared pair by pair.
 """
@@ -50,7 +50,7 @@ class Complement:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         # number of schemas that may still be visited: visiting all nested schemas can take exponential time
-        self._n_left = _MOST_VISITS
+        self._n_left = _MAX_VISITS
 
     def of(self, schema: Any, depth: int = 0, *, names: Iterable[str] = ()) -> list[Any]:
         """Return schemas that accept only values that the given schema rejects; [] if none is known.
@@ -64,12 +64,12 @@ class Complement:
             return [False]
         if schema is False:
             return [True]
-        if not isinstance(schema, Mapping) or depth > _MOST_DEEP or self._n_left < 0:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or self._n_left < 0:
             return []
         others = [
             {"type": "object", "required": [name]} for name in names if _property(schema, name) is False
         ]
-        return [*islice(chain(others, self._of_keywords(schema, depth)), MOST)]
+        return [*islice(chain(others, self._of_keywords(schema, depth)), MAX_SCHEMAS)]
 
     def _of_keywords(self, schema: Mapping[str, Any], depth: int) -> Iterator[Any]:
         """For each keyword of the schema, yield schemas that accept only values that the keyword rejects."""
@@ -102,7 +102,7 @@ class Complement:
 
     def resolved(self, schema: Any) -> Any:
         """If the schema is only a reference, return its target. Otherwise return the schema."""
-        for _ in range(_MOST_DEEP):
+        for _ in range(_MAX_DEPTH):
             reference = schema.get("$ref") if isinstance(schema, Mapping) else None
             if (
                 not isinstance(reference, str)
@@ -121,7 +121,7 @@ class Complement:
         overlaps: list[list[int]] = [[] for _ in options]
         if self._have_distinct_values(options, within):
             return overlaps
-        if len(options) > _MOST_OPTIONS:
+        if len(options) > _MAX_OPTIONS:
             return None
         for i, j in combinations(range(len(options)), 2):
             if not self.are_apart(options[i], options[j], within=within):
@@ -154,7 +154,7 @@ class Complement:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
             return False
-        if depth > _MOST_DEEP or self._n_left < 0:
+        if depth > _MAX_DEPTH or self._n_left < 0:
             return False
         for a, b in ((one, other), (other, one)):
             for key in ("anyOf", "oneOf"):
@@ -261,7 +261,7 @@ def _other_values(values: Sequence[Any]) -> Iterator[Any]:
         if any(value is (not truth) for value in values) and not any(value is truth for value in values):
             yield {"const": truth}
     texts = sorted({value for value in values if isinstance(value, str)})
-    if texts and max(map(len, texts)) <= _MOST_LONG:
+    if texts and max(map(len, texts)) <= _MAX_LENGTH:
         yield {"type": "string", "pattern": f"^(?:{other_than(texts)})$"}
     numbers = sorted({value for value in values if _type(value) == "number"})
     if numbers:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import ModelError, OutOfMemory
-from kvtool.llama.archive import Archive
+from kvtool.llama.archive import Archive, ArchiveSettings
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.fixed_state import FixedState
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.log import no_memory
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
-from kvtool.policy import PER_CELL, Merge, Recalls, Signal, SignalRequest
+from kvtool.policy import PER_CELL, Merge, RecallSettings, Signal, SignalRequest
 from kvtool.units import CACHE_TYPES, PLAIN, archive_types
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
@@ -34,8 +34,6 @@ class Context(Decoder):
         The signals that a policy requests.
     ragged
         True if rows may hold different numbers of cells.
-    archive_type
-        Number format of the archive, if the policy recalls. "q5_0/q4_0" is q5_0 for keys and q4_0 for values.
     n_filled
         Number of cells that steps fill from the archive. These cells follow the live cells. 0: as many as the
         request needs.
@@ -47,11 +45,8 @@ class Context(Decoder):
     n_defer
         Maximum queries that steps store, so that signals of several steps are computed together. This needs
         flash attention. If 0, each step computes its own signals.
-    n_near
-        Distance limit in tokens. Archived tokens that are farther away are chosen and attended to as if they
-        were at this distance.
-    n_archive, archive_bytes, archive_file
-        The arguments `n_max`, `max_bytes` and `file` of `Archive`.
+    archive
+        Settings of the archive, if the policy recalls.
     how
         Other arguments of `Decoder`.
 
@@ -88,18 +83,14 @@ class Context(Decoder):
         request: SignalRequest | None = None,
         *,
         ragged: bool = False,
-        archive_type: str = "f16",
         n_filled: int = 0,
         n_draft: int = 0,
         repeats: bool = False,
         n_defer: int = 0,
-        n_near: int = 0,
-        n_archive: int | None = None,
-        archive_bytes: int | None = None,
-        archive_file: str | None = None,
+        archive: ArchiveSettings | None = None,
         **how: Any,
     ) -> None:
-        request = request or SignalRequest()
+        request, archive = request or SignalRequest(), archive or ArchiveSettings()
         n_earlier = n_draft + repeats
         if n_earlier and model.layers.recurrent_bytes:
             # llama.cpp aborts if it keeps earlier states and a batch has no room for two more tokens
@@ -108,15 +99,15 @@ class Context(Decoder):
         # `resize` below then reduces their number
         n_first = max(n_cell, n_batch) if request.recall else n_cell
         super().__init__(model, n_first, n_batch, ragged=ragged, n_earlier=n_earlier, **how)
-        per_cell = [signal for signal in PER_CELL if signal in request.signals]
-        self._recent = Signal.RECENT in request.signals
+        per_cell = [signal for signal in PER_CELL if signal in request.reads]
+        self._recent = Signal.RECENT in request.reads
         self._cleared = [signal for signal in per_cell if signal is not Signal.RECENT]
         self._n_query = max(request.n_query, 1)
         # store n_draft more queries, because n_query queries must remain after draft tokens are removed
         self._n_slot = self._n_query + n_draft
-        recall, made = request.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
-        n_future = request.n_future if Signal.FUTURE in request.signals else 0
-        kinds = archive_types(archive_type)
+        recall, made = request.recall or RecallSettings(n_cell=0, chunk=1), model.layers.has_values
+        n_future = request.n_future if Signal.FUTURE in request.reads else 0
+        kinds = archive_types(archive.type)
         params = EnableParams(
             signals=sum(per_cell),
             group=GROUPS[request.group],
@@ -127,11 +118,11 @@ class Context(Decoder):
             n_recall=n_filled or recall.n_filled(made),
             n_made=recall.n_cell if made else 0,
             n_exact=recall.n_exact,
-            n_near=n_near,
+            n_near=archive.n_near,
             type_k=CACHE_TYPES[kinds[0]],
             type_v=CACHE_TYPES[kinds[1]],
-            plain=archive_type.startswith(PLAIN),
-            log_n=request.log_n,
+            plain=archive.type.startswith(PLAIN),
+            logn=request.logn,
             ragged=ragged,
         )
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(params))
@@ -152,7 +143,7 @@ class Context(Decoder):
         self.archive: Archive | None = None
         if request.recall:
             try:
-                self.archive = Archive(self, n_layer, n_archive, archive_bytes, archive_file)
+                self.archive = Archive(self, n_layer, archive)
             except BaseException:
                 self.close()
                 raise
@@ -258,7 +249,7 @@ class Context(Decoder):
     def read_value_norms(self, n_kv: int) -> np.ndarray:
         """Return f32[row, n_kv]: norm of each cell's value."""
         out = np.empty((self.n_row, n_kv), np.float32)
-        check(lib.llama_kvtool_read_lengths(self._context, out.ctypes.data, *out.shape))
+        check(lib.llama_kvtool_read_value_norms(self._context, out.ctypes.data, *out.shape))
         return out
 
     def apply(

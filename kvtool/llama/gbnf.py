@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvtool.errors import UsageError
 from kvtool.llama.rules import Rules, literal
 
-MOST = 2**18
+MAX_CHARACTERS = 2**18
 """Maximum characters of a grammar."""
 
 _PART = re.compile(
@@ -28,7 +28,7 @@ _PART = re.compile(
 _CHAR = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([nrt\\\"\[\]]))|([^\\])", re.S
 )
-_MOST_DIGITS = 10
+_MAX_DIGITS = 10
 """Maximum digits of a number of repetitions. llguidance takes 32-bit numbers."""
 
 _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
@@ -61,8 +61,8 @@ def rules_of(grammar: str) -> Rules:
         raise UsageError(f"the grammar is not Unicode: character {error.start} is half of a pair") from None
     if not grammar.strip():
         raise UsageError("the grammar is empty")
-    if len(grammar) > MOST:
-        raise UsageError(f"the grammar has {len(grammar):,} characters; at most {MOST:,} are taken")
+    if len(grammar) > MAX_CHARACTERS:
+        raise UsageError(f"the grammar has {len(grammar):,} characters; at most {MAX_CHARACTERS:,} are taken")
     return _Parser(grammar).rules()
 
 
@@ -115,8 +115,8 @@ class _Parser:
         elif part["sign"] == "|":
             self._rule.options.append([])
         elif part["times"]:
-            if max(len(part["least"] or ""), len(part["most"] or "")) > _MOST_DIGITS:
-                self._fail(f"a number of more than {_MOST_DIGITS} digits")
+            if max(len(part["least"] or ""), len(part["most"] or "")) > _MAX_DIGITS:
+                self._fail(f"a number of more than {_MAX_DIGITS} digits")
             if part["most"] and int(part["most"]) < int(part["least"]):
                 self._fail(f"{part['times']} is empty")
             self._repeat("".join(part["times"].split()))

@@ -14,7 +14,7 @@ from kvtool.llama.library import error_text, lib
 from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.models.layers import PAD
 
-MOST = 256
+MAX_CONTEXTS = 256
 """Maximum contexts of a joint step, which is llama.cpp's maximum number of sequences."""
 
 
@@ -36,7 +36,7 @@ class JointContext:
     like
         One of the contexts. All of them have the same model, request and settings.
     n_most
-        Maximum contexts of a step, at most `MOST`.
+        Maximum contexts of a step, at most `MAX_CONTEXTS`.
     n_batch
         Maximum tokens of a step.
 

@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 24
+ABI = 25
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -41,7 +41,7 @@ class EnableParams(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("signals", "group")),
         *((name, ctypes.c_int32) for name in ("n_query", "n_future", "n_draft", "n_defer", "n_recall")),
         *((name, ctypes.c_int32) for name in ("n_made", "n_exact", "n_near", "type_k", "type_v")),
-        *((name, ctypes.c_bool) for name in ("plain", "log_n", "ragged")),
+        *((name, ctypes.c_bool) for name in ("plain", "logn", "ragged")),
     ]
 
 
@@ -97,7 +97,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_read_future", i32, pointer, i32, i64, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_get_queries", i64, pointer, pointer, pointer)
     bind("llama_kvtool_set_queries", i64, pointer, pointer, pointer)
-    bind("llama_kvtool_read_lengths", i32, pointer, pointer, i32, i32)
+    bind("llama_kvtool_read_value_norms", i32, pointer, pointer, i32, i32)
     bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_places", i32, pointer, pointer, i32, i32)
@@ -107,7 +107,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_archive_file", i32, pointer, ctypes.c_char_p)
     bind("llama_kvtool_archive", i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_base", i32, pointer, i64)
-    bind("llama_kvtool_forget", i32, pointer, i64)
+    bind("llama_kvtool_forget", i32, pointer)
     bind("llama_kvtool_stage", i64, pointer, i64)
     bind("llama_kvtool_reside", i64, pointer, i32, i32, i32)
     bind("llama_kvtool_resident_bytes", i64, pointer, i32, i32, i32)

@@ -205,7 +205,7 @@ class Model:
             n = lib.llama_kvtool_layers(self._model, entries, len(entries))
             if n < 0:
                 raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
-            most_cells = lib.llama_kvtool_most_cells(self._model)
+            max_cells = lib.llama_kvtool_most_cells(self._model)
             has_alibi = lib.llama_kvtool_has_alibi(self._model)
             can_drop = lib.llama_kvtool_can_drop(self._model)
         all_layers = tuple(
@@ -221,7 +221,7 @@ class Model:
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
         n_group = max((n_head[layer.number] // layer.n_head_kv for layer in rows), default=1)
         n_swa = n_swa if slides else 0
-        return Layers(all_layers, n_swa, most_cells, n_group, has_alibi, can_drop, rope=self._rope)
+        return Layers(all_layers, n_swa, max_cells, n_group, has_alibi, can_drop, rope=self._rope)
 
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:

@@ -27,14 +27,14 @@ from kvtool.llama.patterns import of_format, parts_of
 
 Schema = dict[str, Any]
 
-_MOST_PROPERTIES = 5000
-_MOST_PATTERNS = 100
+_MAX_PROPERTIES = 5000
+_MAX_PATTERNS = 100
 """Maximum number of an object's properties, and of its patternProperties. llguidance compares all pairs."""
 
-_MOST_CHOICES = 50
+_MAX_CHOICES = 50
 """Maximum number of combinations of properties that express minProperties or maxProperties."""
 
-_MOST_SCHEMAS = 50_000
+_MAX_SCHEMAS = 50_000
 """Maximum number of schemas inside a schema. This is llguidance's limit."""
 
 _GREATEST = 10**18
@@ -105,7 +105,7 @@ class _Writer:
         match = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
         self._draft = int(match[1]) if match and match[1] else 8 if match and match[2] == "19-09" else 9
         self.left_out: list[LeftOut] = []
-        self._n_left = _MOST_SCHEMAS
+        self._n_left = _MAX_SCHEMAS
 
     def schema(self, schema: Any, where: str, *, is_alone: bool) -> Any:
         """Rewrite a schema.
@@ -255,8 +255,8 @@ class _Writer:
         patterns = new.get("patternProperties")
         if not isinstance(patterns, Mapping):
             return
-        if len(patterns) > _MOST_PATTERNS:
-            raise UsageError(f"an object of the JSON schema has more than {_MOST_PATTERNS} patterns of names")
+        if len(patterns) > _MAX_PATTERNS:
+            raise UsageError(f"an object of the JSON schema has more than {_MAX_PATTERNS} patterns of names")
         parts = [parts_of(pattern) or () for pattern in patterns]
         if all(len(part) == 1 for part in parts):
             new["patternProperties"] = {
@@ -292,8 +292,8 @@ class _Writer:
         names, required = new.get("properties", {}), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
-        if max(len(names), len(required)) > _MOST_PROPERTIES:
-            raise UsageError(f"an object of the JSON schema has more than {_MOST_PROPERTIES:,} properties")
+        if max(len(names), len(required)) > _MAX_PROPERTIES:
+            raise UsageError(f"an object of the JSON schema has more than {_MAX_PROPERTIES:,} properties")
         least = new.get("minProperties", 0)
         fits = all(name in names for name in required) and isinstance(least, int) and least <= len(names)
         if is_alone and fits and "properties" in new and not new.keys() & (IN_PLACE | _ON_UNNAMED):
@@ -316,7 +316,7 @@ class _Writer:
         n_needed = least - len(required)
         n_barred = len(names) - most if isinstance(most, int) else 0
         for key, n, make in (("minProperties", n_needed, _required), ("maxProperties", n_barred, _barred)):
-            if key in new and is_closed and (n <= 0 or comb(len(optional), n) <= _MOST_CHOICES):
+            if key in new and is_closed and (n <= 0 or comb(len(optional), n) <= _MAX_CHOICES):
                 del new[key]
                 if n > 0:
                     choices = [make(choice) for choice in combinations(optional, n)]

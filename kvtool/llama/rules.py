@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvtool.errors import UsageError
 
-MOST_CHOICES = 10_000
+MAX_CHOICES = 10_000
 """Maximum number of texts in a choice."""
 
 
@@ -36,8 +36,8 @@ class Rules(NamedTuple):
 
 def of_choice(texts: Sequence[str]) -> Rules:
     """Return rules for a text that must be one of these. Raises UsageError for no texts or too many texts."""
-    if not texts or len(texts) > MOST_CHOICES:
-        raise UsageError(f"a choice must be among 1 to {MOST_CHOICES:,} texts, got {len(texts):,}")
+    if not texts or len(texts) > MAX_CHOICES:
+        raise UsageError(f"a choice must be among 1 to {MAX_CHOICES:,} texts, got {len(texts):,}")
     # all texts are in a single lexeme, because a text may begin with another text of the choice
     return Rules("CHOICE", (f"CHOICE: {' | '.join(map(literal, texts))}",), "the choice")
 

@@ -13,7 +13,7 @@ from kvtool.errors import UsageError
 from kvtool.options import SAMPLING, Options, option, within
 from kvtool.system.texts import exists, read_text, shown, utf8
 
-MOST = 2**20
+MAX_LOOK_BACK = 2**20
 """Maximum tokens that a penalty looks back at; llama.cpp allocates memory for them."""
 
 LIMIT = 10_000
@@ -121,7 +121,7 @@ class Sampling(Options):
     repeat_last_n: int = _number(
         "--repeat-last-n N",
         64,
-        within(0, MOST),
+        within(0, MAX_LOOK_BACK),
         "Number of latest tokens that the repeat, presence and frequency penalties look at; 0 means off.",
     )
     presence_penalty: float = _number(
@@ -165,12 +165,12 @@ class Sampling(Options):
         "Factor by which each further repeated token raises the DRY penalty.",
     )
     dry_allowed_length: int = _number(
-        "--dry-allowed-length N", 2, within(0, MOST), "Longest repeated sequence that DRY allows."
+        "--dry-allowed-length N", 2, within(0, MAX_LOOK_BACK), "Longest repeated sequence that DRY allows."
     )
     dry_penalty_last_n: int = _number(
         "--dry-penalty-last-n N",
         64,
-        within(0, MOST),
+        within(0, MAX_LOOK_BACK),
         "Number of latest tokens that DRY looks at; 0 means off.",
     )
     dry_sequence_breaker: tuple[str, ...] = _option(

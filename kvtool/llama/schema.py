@@ -17,7 +17,7 @@ OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
 indentation. Without this limit, small models may write endless whitespace.
 """
 
-MOST = 2**20
+MAX_CHARACTERS = 2**20
 """Maximum characters of a schema."""
 
 
@@ -92,8 +92,8 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
         text = json.dumps(schema)
     except RecursionError:
         raise Unenforced("the JSON schema is nested too deeply") from None
-    if len(text) > MOST:
-        raise Unenforced(f"the JSON schema has more than {MOST:,} characters")
+    if len(text) > MAX_CHARACTERS:
+        raise Unenforced(f"the JSON schema has more than {MAX_CHARACTERS:,} characters")
     return _enforced(text, strict)
 
 

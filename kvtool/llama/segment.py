@@ -59,8 +59,8 @@ class Clusters(NamedTuple):
     begin, end
         Range of the blocks' positions in the stream.
     is_far
-        True if the tokens are more than n_near positions back (see `Context`). When a block becomes far, it
-        is clustered again.
+        True if the tokens are more than n_near positions back (see `ArchiveSettings`). When a block
+        becomes far, it is clustered again.
     n_bytes
         Size in bytes.
     sha256

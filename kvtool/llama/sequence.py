@@ -131,8 +131,8 @@ class SequenceContext(Decoder):
         """Do nothing: there are no signals."""
 
 
-Cache: TypeAlias = Context | SequenceContext
-"""The cache of an engine, with a patched or an unpatched llama.cpp."""
+AnyContext: TypeAlias = Context | SequenceContext
+"""Context of an engine, with a patched or an unpatched llama.cpp."""
 
 
 def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from statistics import median
 _N_TRIAL = 3
 """Number of steps in a trial. The first step is ignored, because threads start or end in it."""
 
-_N_LEAST, _N_RECENT = 2, 6
+_N_MIN, _N_RECENT = 2, 6
 """Minimum and maximum number of earlier steps that a trial is compared with."""
 
 _SOONEST_S, _LATEST_S = 0.3, 10.0
@@ -67,7 +67,7 @@ class Threads:
         recent = self._recent[n_tokens]
         recent.append(seconds)
         self._since_s += seconds
-        if len(recent) < _N_LEAST or len(self._counts) == 1:
+        if len(recent) < _N_MIN or len(self._counts) == 1:
             return
         usual = self._before.setdefault(n_tokens, median(recent))
         if self._since_s >= self._wait_s or (len(recent) == _N_RECENT and median(recent) > _SLOWER * usual):
@@ -80,7 +80,7 @@ class Threads:
         self._at = self._home + (1 if self._is_up else -1)
 
     def _try(self, n_tokens: int, seconds: float) -> None:
-        if len(recent := self._recent[n_tokens]) >= _N_LEAST:
+        if len(recent := self._recent[n_tokens]) >= _N_MIN:
             self._trial.append(seconds / median(recent))
             is_hopeless = self._trial[-1] > _HOPELESS
             if len(self._trial) < _N_TRIAL and not is_hopeless:

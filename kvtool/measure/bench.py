@@ -262,7 +262,7 @@ class Bench:
             needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
         host, device = free_bytes(), device_free()
         # the archive is filled from a saved copy, so the host needs its bytes twice
-        if policies.load(config.policy).recalls() and 2 * archive > host:
+        if policies.load(config.policy).has_recall() and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
         free = host if device is None or not config.kv_offload else device
         return f"needs {_of(needed, free)}" if needed > free else None

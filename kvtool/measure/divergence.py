@@ -30,7 +30,7 @@ from kvtool.system.paths import cache_dir
 N_TOP = 2048
 """Number of tokens whose log-probabilities a reference stores for each prediction."""
 
-MOST_BYTES = 2 * 2**30
+MAX_BYTES = 2 * 2**30
 """Maximum bytes of all references together."""
 
 
@@ -41,8 +41,8 @@ def path_of(key: Mapping[str, Any]) -> Path:
 
 
 def fits(n: int, n_vocab: int) -> bool:
-    """True if a reference of n scored tokens fits into MOST_BYTES."""
-    return n * _row(n_vocab).itemsize <= MOST_BYTES
+    """True if a reference of n scored tokens fits into MAX_BYTES."""
+    return n * _row(n_vocab).itemsize <= MAX_BYTES
 
 
 class Scores(ABC):
@@ -161,7 +161,7 @@ def _folder() -> Path:
 
 
 def _make_room(newest: Path) -> None:
-    """Delete the least recently used references until all references together fit into MOST_BYTES.
+    """Delete the least recently used references until all references together fit into MAX_BYTES.
 
     The newest reference is never deleted.
     """
@@ -172,7 +172,7 @@ def _make_room(newest: Path) -> None:
             references.append((path == newest, path.stat().st_mtime_ns, path.stat().st_size, path))
     total = sum(size for _, _, size, _ in references)
     for is_newest, _, size, path in sorted(references):
-        if total <= MOST_BYTES or is_newest:
+        if total <= MAX_BYTES or is_newest:
             return
         if size:
             with suppress(OSError):

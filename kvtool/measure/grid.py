@@ -238,4 +238,4 @@ def _run(
     settings = settings_of(chosen, common.n_ctx, fitted.n_batch, fitted.n_batch)
     check(fitted.policy, settings, layers, common.n_ctx, n_ctx_train)
     params, digest = policies.chosen(fitted.policy), policies.file_sha256(name)
-    return Run(label, chosen, params, typed_budget, fitted.n, digest, spec.kind.recalls())
+    return Run(label, chosen, params, typed_budget, fitted.n, digest, spec.kind.has_recall())

@@ -19,7 +19,7 @@ import numpy as np
 _N_AT_ONCE = 100
 """Maximum number of bootstrap samples in memory at the same time."""
 
-_LEAST_BLOCKS = 8
+_MIN_BLOCKS = 8
 """Minimum number of blocks for an estimate of their spread."""
 
 
@@ -81,10 +81,10 @@ def joined(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray
     remain. If there are 8 or fewer, they are not joined.
     """
     n = len(sums)
-    if n <= _LEAST_BLOCKS:
+    if n <= _MIN_BLOCKS:
         return sums, counts
     length = block_length(sums - sums.sum() / counts.sum() * counts)
-    n_block = int(np.clip(n / length, _LEAST_BLOCKS, n))
+    n_block = int(np.clip(n / length, _MIN_BLOCKS, n))
     starts = np.arange(n_block) * n // n_block
     return np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
 

@@ -82,7 +82,7 @@ class Layers:
         The layers. Layers of one kind are in the model's order.
     n_swa
         Size of the sliding window in tokens; 0 if no layer has a sliding window.
-    most_cells
+    max_cells
         Maximum number of cells of a row; 2^31 - 1 if the model has no index. The index selects this many
         cells for a query. In a larger row, it would leave out cells.
     n_group
@@ -100,7 +100,7 @@ class Layers:
 
     all: tuple[Layer, ...]
     n_swa: int = 0
-    most_cells: int = _NO_BOUND
+    max_cells: int = _NO_BOUND
     n_group: int = 1
     has_alibi: bool = False
     can_drop: bool = True
@@ -191,7 +191,7 @@ class Layers:
         n_batch: maximum batch size. Sliding layers need more memory for larger batches.
         Raises UsageError: see `cell_bytes`.
         """
-        n_ctx_train = min(n_ctx_train, self.most_cells // PAD * PAD or self.most_cells)
+        n_ctx_train = min(n_ctx_train, self.max_cells // PAD * PAD or self.max_cells)
         most = -(-n_ctx_train // PAD) * PAD
         most = min(self.cells_that_fit(n_bytes, 1, type_k, type_v) // PAD * PAD, most)
         for n in range(most, 0, -PAD):

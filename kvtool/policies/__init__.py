@@ -168,7 +168,7 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
 
 
 Adapt = Callable[["Policy"], "Policy"]
-"""Function that adapts a policy to a model. See `Policy.on`."""
+"""Function that adapts a policy to a model. See `Policy.for_model`."""
 
 
 class PolicySpec(NamedTuple):
@@ -195,10 +195,10 @@ class PolicySpec(NamedTuple):
         """Return the number of tokens between two evictions: by default 16, or fewer in a small budget."""
         return self.evict_every or max(1, min(16, budget // 8))
 
-    def fit(self, budget: int, on: Adapt = lambda policy: policy) -> Policy:
+    def fit(self, budget: int, adapt: Adapt = lambda policy: policy) -> Policy:
         """Return the policy for a budget in cells. Raises UsageError, with the smallest budget that works.
 
-        on: adapts the policy to a model. It raises ValueError if the budget is too small for the model.
+        adapt: adapts the policy to a model. It raises ValueError if the budget is too small for the model.
         """
         if self.evict_every and 1 < budget <= self.evict_every:
             raise UsageError(f"--evict-every must be less than the budget ({budget}), got {self.evict_every}")
@@ -206,10 +206,10 @@ class PolicySpec(NamedTuple):
             raise UsageError(f"{self.name}: set it with {' '.join(f'-o {name}=...' for name in missing)}")
         try:
             fitted = self._fitted(budget)
-            on(fitted)
+            adapt(fitted)
             return fitted
         except ValueError as error:
-            smallest = self._smallest_budget(budget, on=on)
+            smallest = self._smallest_budget(budget, adapt=adapt)
             if smallest is None:
                 raise UsageError(f"{self.name}: {error}") from None
             if self.params:
@@ -222,13 +222,13 @@ class PolicySpec(NamedTuple):
         except Exception as error:
             raise UsageError(f"{self.name}: {where(error)}") from error
 
-    def smallest_budget(self, n_held: int = 0, on: Adapt = lambda policy: policy) -> int:
+    def smallest_budget(self, n_held: int = 0, adapt: Adapt = lambda policy: policy) -> int:
         """Return the smallest budget, in cells, that works if n_held tokens are never evicted.
 
-        on: adapts the policy to a model. Raises UsageError if no budget works.
+        adapt: adapts the policy to a model. Raises UsageError if no budget works.
         """
         # if no budget works, `fit` raises an error that gives the reason
-        return self._smallest_budget(0, n_held, on) or self.fit(1).budget
+        return self._smallest_budget(0, n_held, adapt) or self.fit(1).budget
 
     def _fitted(self, budget: int) -> Policy:
         fitted = self.kind.fit(budget, self.slack(budget), **self.params)
@@ -237,10 +237,12 @@ class PolicySpec(NamedTuple):
             raise TypeError(f"fit must return an instance of {kind}, got {got}")
         return fitted
 
-    def _smallest_budget(self, above: int, n_held: int = 0, on: Adapt = lambda policy: policy) -> int | None:
+    def _smallest_budget(
+        self, above: int, n_held: int = 0, adapt: Adapt = lambda policy: policy
+    ) -> int | None:
         def works(budget: int) -> bool:
             try:
-                policy = on(self._fitted(budget))
+                policy = adapt(self._fitted(budget))
                 return policy.n_keep - max(policy.exempt[0], 1) >= n_held
             except Exception:  # noqa: BLE001  (a user's policy may raise anything; `fit` reports it)
                 return False

@@ -24,4 +24,4 @@ class RankedKeys(Ranked):
     floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.KEYS
-    least_window: ClassVar[int] = 1
+    min_window: ClassVar[int] = 1

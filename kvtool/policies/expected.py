@@ -68,8 +68,8 @@ class Expected(Ranked):
 
     prefill: ClassVar[str] = "whole"
     paper: ClassVar[str] = "arXiv:2510.00636"
-    least_window: ClassVar[int] = 1
-    most_window: ClassVar[int] = 32
+    min_window: ClassVar[int] = 1
+    max_window: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.policy import Ranked, Recalls, State, View, check_choice, check_kept, check_whole
+from kvtool.policy import Ranked, RecallSettings, State, View, check_choice, check_kept, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Recall(Ranked):
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         if self.exact < 0:
             raise ValueError(f"exact must not be negative, got {self.exact}")
-        most = self._most_recalled
+        most = self._max_recalled
         if most < 1:
             raise ValueError(
                 f"a budget of {self.budget} is too small for {self.sinks} sinks, the newest token, "
@@ -74,21 +74,21 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
-        # 0 is a placeholder; the method `on` replaces it by a value that suits the model
+        # 0 is a placeholder; the method `for_model` replaces it by a value that suits the model
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
-    def on(self, n_group: int, has_values: bool) -> Recall:
+    def for_model(self, n_group: int, has_values: bool) -> Recall:
         # 128 for each query head of a row, because each head needs different archived tokens
         exact = self.exact or min(max(128 * n_group, 256), 1024)
         if not has_values:
-            half = max(min((self.budget - self.slack) // 2, self._most_recalled), 1)
+            half = max(min((self.budget - self.slack) // 2, self._max_recalled), 1)
             return replace(self, recalled=self.recalled or half, exact=exact)
         if self.recalled not in (0, n_group):
             raise ValueError(
                 "recalled is for models whose values are a part of their keys (MLA); in this one each step "
                 f"makes {n_group} cells of what it recalls: leave out -o recalled"
             )
-        if n_group > self._most_recalled:
+        if n_group > self._max_recalled:
             raise ValueError(
                 f"a budget of {self.budget} is too small for {self.sinks} sinks, the newest token, "
                 f"{n_group} cells for what is recalled in this model and {self.slack} slack"
@@ -96,12 +96,12 @@ class Recall(Ranked):
         return replace(self, recalled=n_group, exact=exact)
 
     @property
-    def recall(self) -> Recalls:
+    def recall(self) -> RecallSettings:
         n_exact = 0 if self.search == "all" else self.exact or 256
-        return Recalls(self.recalled or 1, self.chunk, n_exact)
+        return RecallSettings(self.recalled or 1, self.chunk, n_exact)
 
     @property
-    def _most_recalled(self) -> int:
+    def _max_recalled(self) -> int:
         """Maximum of `recalled`: larger values leave no room for the sinks and the newest token."""
         return self.budget - self.slack - self.sinks - 1
 

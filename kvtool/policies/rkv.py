@@ -69,8 +69,8 @@ class RKV(Ranked):
     reads: ClassVar[Signal] = Signal.RECENT | Signal.KEYS
     group: ClassVar[str] = "max"
     paper: ClassVar[str] = "arXiv:2505.24133"
-    least_window: ClassVar[int] = 1
-    most_window: ClassVar[int] = 8
+    min_window: ClassVar[int] = 1
+    max_window: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)

@@ -25,7 +25,7 @@ from kvtool.kernels.kernel import kernel
 from kvtool.policy import FLOOR, Ranked, Signal, State, View
 
 _MAX_PARTS = 8
-_MOST = 2**16 - 1
+_MAX_HITS = 2**16 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Scissorhands(Ranked):
 
     reads: ClassVar[Signal] = Signal.HITS
     paper: ClassVar[str] = "arXiv:2305.17118"
-    most_window: ClassVar[int] = 10
+    max_window: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)
@@ -96,13 +96,13 @@ def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
     n_row, n = pos.shape
     n_part = low.shape[2]
     for row in range(n_row):
-        scale = min(_MOST / max(n_head[row] * n_new, 1), 1.0)
+        scale = min(_MAX_HITS / max(n_head[row] * n_new, 1), 1.0)
         for cell in range(n):
             for begun in range(part - n_begun + 1, part + 1):
                 low[row, cell, begun % n_part] = 0
             n_score = n_head[row] * min(next_pos - pos[row, cell], n_new)
             count = low[row, cell, part % n_part] + (n_score - hits[row, cell]) * scale
-            low[row, cell, part % n_part] = np.uint16(min(max(count, 0), _MOST))
+            low[row, cell, part % n_part] = np.uint16(min(max(count, 0), _MAX_HITS))
 
 
 @kernel("void(u2[:,:,::1], f4[:,::1])")

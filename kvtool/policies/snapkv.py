@@ -50,8 +50,8 @@ class SnapKV(Ranked):
     reads: ClassVar[Signal] = Signal.RECENT
     prefill: ClassVar[str] = "whole"
     paper: ClassVar[str] = "arXiv:2404.14469"
-    least_window: ClassVar[int] = 1
-    most_window: ClassVar[int] = 32
+    min_window: ClassVar[int] = 1
+    max_window: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)

@@ -56,7 +56,7 @@ class WeightedKV(Ranked):
     sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2503.01330"
     # the newest token must stay, because there is no next token to merge its value into
-    least_window: ClassVar[int] = 1
+    min_window: ClassVar[int] = 1
 
     @property
     def merges(self) -> bool:

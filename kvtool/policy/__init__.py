@@ -11,7 +11,7 @@ from kvtool.policy.ranked import FLOOR, Ranked, keep_ranked, protected, sum_rows
 from kvtool.policy.view import (
     PER_CELL,
     SIGNALS,
-    Recalls,
+    RecallSettings,
     ReconstructionPass,
     Signal,
     SignalRequest,
@@ -27,7 +27,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Ranked",
-    "Recalls",
+    "RecallSettings",
     "ReconstructionPass",
     "SignalRequest",
     "Signal",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from kvtool.policy.plan import Plan, true_cells
-from kvtool.policy.view import Recalls, ReconstructionPass, Signal, SignalRequest, View
+from kvtool.policy.view import RecallSettings, ReconstructionPass, Signal, SignalRequest, View
 
 if TYPE_CHECKING:
     from typing import Self
@@ -72,7 +72,7 @@ class Policy:
     has_rest
         True if the policy chooses among tokens that are not in sinks or window. False if the window has all
         tokens except the sinks.
-    most_window
+    max_window
         Largest window that `fit` chooses.
     evicts
         False if the policy never evicts: the cache grows until it is full.
@@ -90,7 +90,7 @@ class Policy:
     sums: ClassVar[tuple[str, ...]] = ()
     capped: ClassVar[bool] = False
     has_rest: ClassVar[bool] = True
-    most_window: ClassVar[int] = sys.maxsize
+    max_window: ClassVar[int] = sys.maxsize
     evicts: ClassVar[bool] = True
     adjustable: ClassVar[tuple[str, ...]] = ()
 
@@ -156,7 +156,7 @@ class Policy:
         return self.budget
 
     @property
-    def recall(self) -> Recalls | None:
+    def recall(self) -> RecallSettings | None:
         """Settings of recall; None if evicted tokens are lost."""
         return None
 
@@ -168,7 +168,7 @@ class Policy:
         """
         return None
 
-    def on(self, n_group: int, has_values: bool) -> Policy:
+    def for_model(self, n_group: int, has_values: bool) -> Policy:
         """Return the policy adapted to a model whose rows have at most n_group query heads each.
 
         has_values: False if values are part of the keys (MLA). Without separate values, the policy `recall`
@@ -188,11 +188,19 @@ class Policy:
 
     def request(self) -> SignalRequest:
         """Return the signals and scaling that llama.cpp computes for this policy."""
-        ahead = self.n_future, self.n_skip
-        return SignalRequest(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
+        return SignalRequest(
+            reads=self.reads,
+            n_query=self.n_query,
+            group=self.group,
+            t=self.t,
+            logn=self.logn,
+            recall=self.recall,
+            n_future=self.n_future,
+            n_skip=self.n_skip,
+        )
 
     @classmethod
-    def recalls(cls) -> bool:
+    def has_recall(cls) -> bool:
         """True if the policy recalls evicted tokens from an archive."""
         return cls.recall is not Policy.recall
 
@@ -222,11 +230,11 @@ class Policy:
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         """Return the policy for a budget. Parameters that are not given get values that suit the budget.
 
-        A `window` that has no default becomes half of the kept tokens, but at most `most_window`.
+        A `window` that has no default becomes half of the kept tokens, but at most `max_window`.
         """
         window = cls.__dataclass_fields__.get("window")
         if window and window.default is MISSING and "window" not in params:
-            params["window"] = max(min((budget - slack) // 2, cls.most_window), 1)
+            params["window"] = max(min((budget - slack) // 2, cls.max_window), 1)
         return cls(budget, slack, **params)
 
     def split(self, pinned: int = 0) -> dict[str, int]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 FLOOR = 0.2
 """Default of `floor`. A row that shares its budget keeps at least this fraction of an equal share."""
 
-_MOST = 2
+_MAX_SHARE = 2
 """Maximum cells of a row that shares its budget, as a multiple of an equal share."""
 
 
@@ -50,7 +50,7 @@ class Ranked(Policy):
 
     Attributes
     ----------
-    least_window
+    min_window
         Smallest window that works.
     heads
         "equal": each row keeps the same number of tokens. "adaptive": the rows of a layer share their budgets
@@ -64,7 +64,7 @@ class Ranked(Policy):
 
     __slots__ = ()
 
-    least_window: ClassVar[int] = 0
+    min_window: ClassVar[int] = 0
 
     # values for policies that do not define these fields
     heads: str = "equal"
@@ -80,7 +80,7 @@ class Ranked(Policy):
             raise ValueError("floor needs heads=adaptive: the rows of a layer keep the same number of cells")
         if self.heads == "adaptive" and (per := getattr(self, "per", "row")) != "row":
             raise ValueError(f"heads=adaptive needs per=row, got per={per}")
-        check_kept(self.n_asked, self.slack, *self.exempt, self.least_window)
+        check_kept(self.n_asked, self.slack, *self.exempt, self.min_window)
 
     @property
     def ragged(self) -> bool:
@@ -88,7 +88,7 @@ class Ranked(Policy):
 
     @property
     def n_asked(self) -> int:
-        return self.budget // _MOST if self.ragged else self.budget
+        return self.budget // _MAX_SHARE if self.ragged else self.budget
 
     @property
     def n_keep(self) -> int:
@@ -101,7 +101,7 @@ class Ranked(Policy):
             return super().fit(budget, slack, **params)
         others = {name: value for name, value in params.items() if name not in ("heads", "layers", "floor")}
         equal = super().fit(budget, slack, **others)
-        return cls(budget * _MOST, slack, **params | {"window": equal.exempt[1]})
+        return cls(budget * _MAX_SHARE, slack, **params | {"window": equal.exempt[1]})
 
     def split(self, pinned: int = 0) -> dict[str, int]:
         if self.ragged:

@@ -15,7 +15,11 @@ class Signal(IntFlag):
 
     A row's group is the set of query heads that share the row's KV head. A key is important to a query if the
     attention A to the key is at least 1 / t. t is the number of tokens that the query has seen, including its
-    own token. The values of the flags match the patched library's C API.
+    own token.
+
+    llama.cpp's graph computes the signals up to HIGHEST, so these flags have the values of the C API's
+    LLAMA_KVTOOL_SIGNAL_*. `PolicyCache.view` reads the other signals. To add a signal there, add its flag
+    here, its entry in `SIGNALS`, its field of `View`, and the lines that read it.
     """
 
     NONE = 0
@@ -112,7 +116,7 @@ _USE_T = signals_where(lambda spec: spec.uses_t)
 
 
 @dataclass(frozen=True, slots=True)
-class Recalls:
+class RecallSettings:
     """Settings of recall: how steps attend to the archive of evicted tokens.
 
     Attributes
@@ -179,41 +183,37 @@ class SignalRequest:
 
     Attributes
     ----------
-    signals
-        Signals that the engine reads after a step.
-    log_n
-        True to multiply attention logits by log_512(t).
-    n_query, group, t, recall, n_future, n_skip
+    reads, n_query, group, t, logn, recall, n_future, n_skip
         The attributes of `Policy` with these names.
 
     Raises ValueError or TypeError for a field out of its range.
     """
 
-    signals: Signal = Signal.NONE
+    reads: Signal = Signal.NONE
     n_query: int = 0
     group: str = "sum"
     t: str = "stream"
-    log_n: bool = False
-    recall: Recalls | None = None
+    logn: bool = False
+    recall: RecallSettings | None = None
     n_future: int = 0
     n_skip: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.signals, Signal):
-            raise TypeError(f"reads must be a Signal, such as Signal.ATTENTION, got {self.signals!r}")
+        if not isinstance(self.reads, Signal):
+            raise TypeError(f"reads must be a Signal, such as Signal.ATTENTION, got {self.reads!r}")
         check_choice("group", self.group, ("sum", "max", "first"))
         check_choice("t", self.t, ("stream", "cells"))
         for name in ("n_query", "n_future", "n_skip"):
             check_whole(name, n := getattr(self, name))
             if n < 0:
                 raise ValueError(f"{name} must not be negative, got {n}")
-        if Signal.FUTURE in self.signals and not (self.n_query and self.n_future):
+        if Signal.FUTURE in self.reads and not (self.n_query and self.n_future):
             raise ValueError("Signal.FUTURE needs n_query and n_future of 1 or more")
 
     @property
     def needs_t(self) -> bool:
         """True if llama.cpp uses t, so that the engine must set t before each step."""
-        return self.log_n or bool(self.signals & _USE_T)
+        return self.logn or bool(self.reads & _USE_T)
 
 
 _ABSENT = cast("np.ndarray", None)

@@ -8,7 +8,8 @@
    has the longest beginning in common with this chat (`store/`).
 5. The engine reads the rest of the prompt and writes the answer. Several slots decode their answers in joint
    steps (`batching.py`).
-6. `reply.py` splits the answer into thought, text and tool calls (`tools/`).
-7. `api/` turns each piece into lines, and `http/app.py` sends these lines. At the end, `store/` stores the
+6. `reply.py` splits the answer into thought, text and tool calls (`tools/`). The slot emits them as events
+   (`events.py`).
+7. `api/` turns each event into lines, and `http/app.py` sends these lines. At the end, `store/` stores the
    chat.
 """

@@ -15,7 +15,7 @@ import numpy as np
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError
 from kvtool.llama.context import Context
-from kvtool.llama.joint import MOST, JointContext, Part
+from kvtool.llama.joint import MAX_CONTEXTS, JointContext, Part
 
 SLICE_STEPS, SLICE_S = 16, 0.25
 """A time slice ends after SLICE_STEPS steps or SLICE_S seconds, but never during a step."""
@@ -145,7 +145,7 @@ class StepBatcher:
 
     def __init__(self, lock: ComputeLock, n_max: int, say: Callable[[str], None] = lambda line: None) -> None:
         self.n = 0
-        self._lock, self._n_joint, self._say = lock, min(n_max, MOST), say
+        self._lock, self._n_joint, self._say = lock, min(n_max, MAX_CONTEXTS), say
         self._waiting: list[_DueStep] = []
         self._joint: JointContext | None = None
         self._is_joint = n_max > 1

@@ -51,7 +51,7 @@ class SlotPool:
         self._lock, self._make_slot, self._say = lock, make_slot, say
         # free slots; the most recently used slot is the last
         self._free = [first]
-        self._room = threading.Semaphore(n_max)
+        self._permits = threading.Semaphore(n_max)
         self._add(first)
 
     def _add(self, slot: Slot) -> None:
@@ -63,7 +63,7 @@ class SlotPool:
     def run(self, jobs: JobQueue) -> None:
         """Answer jobs until the queue is closed. If a job fails, only the job's client gets an error."""
         while True:
-            self._room.acquire()
+            self._permits.acquire()
             if not (job := jobs.get()):
                 break
             self._lock.acquire(is_first=True)
@@ -75,7 +75,7 @@ class SlotPool:
             # would slow down the other slots
             threading.Thread(target=self._answer, args=(jobs, slot, job), name="slot", daemon=True).start()
         for _ in range(self.n_max - 1):
-            self._room.acquire()
+            self._permits.acquire()
 
     def _answer(self, jobs: JobQueue, slot: Slot, job: Job) -> None:
         """Answer a job in its own thread. `run` has acquired the lock for this thread."""
@@ -89,7 +89,7 @@ class SlotPool:
     def _end(self, jobs: JobQueue, job: Job) -> None:
         jobs.done(job)
         self._lock.release()
-        self._room.release()
+        self._permits.release()
 
     def _slot_for(self, job: Job) -> Slot:
         """Take the free slot whose stream has the most tokens in common with the request.
@@ -105,11 +105,11 @@ class SlotPool:
                 self._lock.release()
                 before, self.n_max = self.n_max, len(self.slots)
                 self._say(f"only {self.n_max} at once: {error}")
-                # From now on, `_room` must have one permit for each existing slot: take away the other
+                # From now on, `_permits` must have one permit for each existing slot: take away the other
                 # permits. Each slot is busy with a job that holds a permit. This job also holds a permit, so
                 # the last `acquire` waits until another job has ended and its slot is free
                 for _ in range(before - self.n_max):
-                    self._room.acquire()
+                    self._permits.acquire()
                 self._lock.acquire(is_first=True)
         # compare only if several slots are free, because comparing renders the chat
         slot = self._free[0]

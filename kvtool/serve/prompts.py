@@ -12,7 +12,7 @@ from kvtool.chats.writer import Writer, n_equal
 from kvtool.llama.model import Model
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import TextRequest
-from kvtool.serve.store.resumer import LEAST_START
+from kvtool.serve.store.resumer import MIN_START
 
 
 def tokens_of(model: Model, prompt: str | list[int]) -> np.ndarray:
@@ -77,7 +77,7 @@ def read(
     if not checkpoints.are_small:
         # read only full batches before the checkpoint: otherwise the policy would evict at other tokens than
         # if the prompt was read at once
-        n, least = n // engine.settings.n_batch * engine.settings.n_batch, LEAST_START
+        n, least = n // engine.settings.n_batch * engine.settings.n_batch, MIN_START
     reuses = request.reuses and not request.is_scored and not engine.reads_whole(len(tokens))
     if reuses and checkpoints.max_bytes > 0 and n >= least:
         if not writer.read(tokens[:n]):

@@ -10,11 +10,9 @@ from itertools import chain
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError, internal_error
+from kvtool.serve.events import End, Event, PromptCounts
 
-Event = dict[str, Any]
-"""An event about a job. "kind" is "reading", "read", "piece", "end" or "error"."""
-
-MOST_EVENTS = 2**14
+MAX_EVENTS = 2**14
 """If this many events are unsent, the client has probably stopped reading. The job is then cancelled."""
 
 
@@ -28,9 +26,8 @@ class Job:
 
     Attributes
     ----------
-    counts
-        Number of tokens of the prompt ("n_prompt"), and how many of them were cached ("n_cached"). None until
-        they are known.
+    prompt_counts
+        Numbers of tokens of the prompt, which are set before the prompt is read. None until they are known.
     end
         The last event. None until it was sent to the client.
     error
@@ -42,8 +39,8 @@ class Job:
     def __init__(self, request: Any, client: str) -> None:
         self.request = request
         self.client = client
-        self.counts: Event | None = None
-        self.end: Event | None = None
+        self.prompt_counts: PromptCounts | None = None
+        self.end: End | None = None
         self.error: ApiError | None = None
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
@@ -55,14 +52,15 @@ class Job:
             pass
         return event
 
-    def emit(self, kind: str, **values: Any) -> None:
+    def emit(self, event: Event) -> None:
         """Add an event. The engine's thread calls this. If nobody reads the events, the job is cancelled."""
         if self.is_cancelled:
             return
-        if self._events.qsize() >= MOST_EVENTS:
-            kind, values = "error", {"error": ApiError("the answer was not read", status=408, code="timeout")}
+        if self._events.qsize() >= MAX_EVENTS:
+            error = ApiError("the answer was not read", status=408, code="timeout")
+            event = {"kind": "error", "error": error}
             self.cancel()
-        self._loop.call_soon_threadsafe(self._events.put_nowait, {"kind": kind, **values})
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def cancel(self) -> None:
         """Stop the job before its next step, because the client has left."""
@@ -143,7 +141,7 @@ class JobQueue:
         with self._changed:
             self._is_closed = True
             for job in chain(self.running, *self._by_client.values()):
-                job.emit("error", error=stopped())
+                job.emit({"kind": "error", "error": stopped()})
                 job.cancel()
             self._by_client.clear()
             self._changed.notify()
@@ -160,7 +158,7 @@ def answer(job: Job, handler: Callable[[Job], None]) -> None:
         try:
             handler(job)
         except ApiError as error:
-            job.emit("error", error=job.request.places.in_error(error))
+            job.emit({"kind": "error", "error": job.request.places.in_error(error)})
     except Exception as error:  # noqa: BLE001
         # this is a bug in kvtool; report it, so that the client does not wait forever
-        job.emit("error", error=internal_error(error))
+        job.emit({"kind": "error", "error": internal_error(error)})

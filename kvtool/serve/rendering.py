@@ -65,10 +65,10 @@ class Renderings:
             if key not in self._by_variables:
                 if len(self._by_variables) >= _N_KEPT:
                     del self._by_variables[next(iter(self._by_variables))]
-                self._by_variables[key] = Rendering(self._model, template, self._past(template))
+                self._by_variables[key] = Rendering(self._model, template, self._variables_key(template))
             return self._by_variables[key], remarks
 
-    def _past(self, template: Template) -> str:
+    def _variables_key(self, template: Template) -> str:
         """Return the variables of the template as a key for `History`.
 
         The key is "" if the variables do not change how earlier turns are rendered.
@@ -107,17 +107,17 @@ class Rendering:
     ----------
     template
         The template, with the variables of a request.
-    past
+    variables_key
         Key of the variables, or "" if they do not change how earlier turns are rendered. Only requests with
         the same key continue a stored chat.
     format
         The syntax in which the model writes tool calls.
     """
 
-    def __init__(self, model: Model, template: Template, past: str = "") -> None:
+    def __init__(self, model: Model, template: Template, variables_key: str = "") -> None:
         self._model = model
         self.template = template
-        self.past = past
+        self.variables_key = variables_key
         self._bare = template.of_marked
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
@@ -163,7 +163,7 @@ class Rendering:
         compared = list(messages)
         for i, region in self._starts(messages, tools).items():
             compared[i] = self._with_start(messages[i], region)
-        return History(name, tools, compared, self.past)
+        return History(name, tools, compared, self.variables_key)
 
     def earlier_reply(
         self, messages: list[Message], reply: Message, tools: list[Any]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvtool.chats.thinking import Splitter
-from kvtool.serve.tools.calls import Call, Event, Parser
+from kvtool.serve.tools.calls import Call, Parser, TextOrCall
 
 Delta = dict[str, Any]
 
@@ -53,13 +53,16 @@ class Reply:
             self._n_before = n_written
         return list(self._deltas(parts))
 
-    def end(self, n_written: int = 0) -> list[Delta]:
-        """End the reply. Return the deltas of text that was held back. n_written: see `feed`."""
+    def end(self, n_written: int = 0, *, is_cut: bool = False) -> list[Delta]:
+        """End the reply. Return the deltas of text that was held back.
+
+        n_written: see `feed`. is_cut: True if a limit has cut the reply.
+        """
         parts = [*self._splitter.end()] if self._splitter else []
         self._count(parts, n_written)
         deltas = list(self._deltas(parts))
         if self._parser:
-            deltas += self._of_events(self._parser.end())
+            deltas += self._of_parts(self._parser.end(is_cut=is_cut))
         return deltas
 
     def repeat(self, text: str) -> list[Delta]:
@@ -89,21 +92,21 @@ class Reply:
             if is_thought:
                 yield self._add("reasoning_content", text)
             elif self._parser:
-                yield from self._of_events(self._parser.feed(text))
+                yield from self._of_parts(self._parser.feed(text))
             else:
                 yield from self._text(text)
 
-    def _of_events(self, events: Iterable[Event]) -> Iterator[Delta]:
-        for event in events:
-            if isinstance(event, Call):
-                arguments = {"arguments": event.arguments}
-                call = {"id": event.id, "type": "function", "function": {"name": event.name, **arguments}}
+    def _of_parts(self, parts: Iterable[TextOrCall]) -> Iterator[Delta]:
+        for part in parts:
+            if isinstance(part, Call):
+                arguments = {"arguments": part.arguments}
+                call = {"id": part.id, "type": "function", "function": {"name": part.name, **arguments}}
                 self.message.setdefault("tool_calls", []).append(call)
-                begun = {**call, "function": {"name": event.name, "arguments": ""}}
-                yield {"tool_calls": [{"index": event.index, **begun}]}
-                yield {"tool_calls": [{"index": event.index, "function": arguments}]}
+                begun = {**call, "function": {"name": part.name, "arguments": ""}}
+                yield {"tool_calls": [{"index": part.index, **begun}]}
+                yield {"tool_calls": [{"index": part.index, "function": arguments}]}
             else:
-                yield from self._text(event)
+                yield from self._text(part)
 
     def _text(self, text: str) -> Iterator[Delta]:
         if self._splitter and self._splitter.had_thought and not self.message["content"]:

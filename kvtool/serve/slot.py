@@ -30,10 +30,12 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.batching import StepBatcher
+from kvtool.serve.events import PromptRead, Reading, Written
 from kvtool.serve.queue import Job
 from kvtool.serve.rendering import Rendering, Renderings
-from kvtool.serve.reply import Reply
+from kvtool.serve.reply import Delta, Reply
 from kvtool.serve.store.chats import ChatStore
+from kvtool.serve.store.history import History
 from kvtool.serve.store.resumer import Resumer
 from kvtool.serve.tools.calls import Parser
 from kvtool.serve.tools.formats import shown_tokens
@@ -111,7 +113,7 @@ class Slot:
             if not (self._resumer and isinstance(request, ChatRequest)):
                 return 0
             self._resumer.use(self._rendering(request)[0])
-            return self._resumer.n_shared(request.messages, _offered(request))
+            return self._resumer.n_shared(request.messages, _tools_in_prompt(request))
         except (ApiError, KvtoolError, RecursionError):
             # ignore the error here, because the answer will report it
             return 0
@@ -125,7 +127,7 @@ class Slot:
         with self._api_errors():
             self._chats_resumer()
             rendering, _ = self._rendering(request)
-            tokens, _ = rendering.whole(request.messages, _offered(request))
+            tokens, _ = rendering.whole(request.messages, _tools_in_prompt(request))
             return len(tokens) - rendering.header.n_left_out
 
     def _rendering(self, request: ChatRequest) -> tuple[Rendering, list[str]]:
@@ -153,7 +155,7 @@ class Slot:
 
     def _chat(self, job: Job, request: ChatRequest) -> None:
         resumer = self._chats_resumer()
-        conversation, tools = resumer.conversation, _offered(request)
+        conversation, tools = resumer.conversation, _tools_in_prompt(request)
         rendering, remarks = self._rendering(request)
         rules, unenforced = rendering.rules(request)
         self._remarks = [*map(request.places.in_text, [*remarks, *unenforced])]
@@ -167,45 +169,55 @@ class Slot:
             # call this before the prompt is read: it raises an error if a grammar forbids the text with which
             # the client begins the reply
             conversation.start_sampling()
-        started = time.perf_counter()
-        tokens = resumer.begin(request.messages, tools, history)
-        conversation.hold_header()
-        n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
-        self._check_length(n_all)
-        n_prompt = n_all - conversation.header.n_left_out
-        job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
-        tokens = resumer.read_start(tokens, request.messages, history)
-        if not self.writer.stop:
-            keeps_thought = bool(tools) and request.sends_thoughts and rendering.template.has_thoughts
-            tokens = resumer.read_prompt(tokens, request.messages, keeps_thought=keeps_thought)
-        if self.writer.stop or not conversation.read_prompt(tokens):
+        prompt = self._read_chat(job, request, resumer, tools, history)
+        if not prompt:
             return
-        if self.engine.checkpoints.are_small:
-            # keep the state before the reply, because the client may send back another reply
-            self.engine.checkpoints.take()
-        counts = {
-            "n_prompt": n_prompt,
-            "n_cached": max(resumer.n_cached - self.writer.n_reread, 0),
-            "read_s": time.perf_counter() - started,
-        }
         conversation.set_messages(request.messages)
         parser = _parser(rendering, request, callable_tools)
         begun = request.begun
         splitter = Splitter.behind(conversation.template.tags, begun) if begun else conversation.splitter()
         reply = Reply(splitter, parser)
-        pieces = conversation.write(self._room(request), may_change=rendering.template.has_thoughts)
-        finish = self._write(job, request, pieces, reply, counts)
+        pieces = conversation.write(self._most_tokens(request), may_change=rendering.template.has_thoughts)
+        job.emit({"kind": "read"})
+        written = self._write(job, pieces, reply)
         # the message in the form in which the client will send it back
         message = dict(reply.message)
         message["content"] = without_thought(begun, conversation.splitter()) + message["content"]
         if not request.sends_thoughts:
             message.pop("reasoning_content", None)
         if parser and parser.has_left_out:
-            # the stream has a call that the client did not get, so later requests cannot continue the stream
-            resumer.leave()
+            # the client did not get all of the stream, so later requests cannot continue it
+            resumer.forget_chat()
         else:
-            resumer.keep(history, request.messages, message, tools)
-        self._end(job, request, reply, finish, counts)
+            resumer.store_reply(history, request.messages, message, tools)
+        self._end(job, request, reply, prompt, written)
+
+    def _read_chat(
+        self, job: Job, request: ChatRequest, resumer: Resumer, tools: list[dict[str, Any]], history: History
+    ) -> PromptRead | None:
+        """Read the part of a chat that is not cached. Return None if reading was stopped.
+
+        tools: the tools in the prompt.
+        """
+        started, conversation = time.perf_counter(), resumer.conversation
+        tokens = resumer.begin(request.messages, tools, history)
+        conversation.hold_header()
+        n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
+        self._check_length(n_all)
+        n_prompt = n_all - conversation.header.n_left_out
+        job.prompt_counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
+        tokens = resumer.read_system_prompt(tokens, request.messages, history)
+        if not self.writer.stop:
+            keeps_thought = bool(tools) and request.sends_thoughts and resumer.rendering.template.has_thoughts
+            tokens = resumer.read_prompt(tokens, request.messages, keeps_thought=keeps_thought)
+        if self.writer.stop or not conversation.read_prompt(tokens):
+            return None
+        if self.engine.checkpoints.are_small:
+            # keep the state before the reply, because the client may send back another reply
+            self.engine.checkpoints.take()
+        # `job.prompt_counts` was set before reading; since then, the engine may have read cached tokens again
+        n_cached = max(resumer.n_cached - self.writer.n_reread, 0)
+        return {"n_prompt": n_prompt, "n_cached": n_cached, "read_s": time.perf_counter() - started}
 
     def _chats_resumer(self) -> Resumer:
         if not self._resumer:
@@ -218,27 +230,28 @@ class Slot:
         self._start(job, request, rules=rules)
         started = time.perf_counter()
         if self._resumer:
-            self._resumer.leave()
+            self._resumer.forget_chat()
         tokens = prompts.tokens_of(self.model, request.prompt)
         self._check_length(len(tokens))
         n_cached = prompts.rewind(self.writer, request, tokens)
-        job.counts = {"n_prompt": len(tokens), "n_cached": n_cached}
+        job.prompt_counts = {"n_prompt": len(tokens), "n_cached": n_cached}
         prompt = request.prompt
         text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
         after_step = self._scoring(tokens, text, request) if request.is_scored else None
         if not prompts.read(self.writer, request, tokens[n_cached:], after_step):
             return
-        counts = {
+        prompt_read: PromptRead = {
             "n_prompt": len(tokens),
             "n_cached": max(n_cached - self.writer.n_reread, 0),
             "read_s": time.perf_counter() - started,
         }
         self.writer.sampler.start(0)
         reply = Reply()
+        job.emit({"kind": "read"})
         if request.echo:
-            job.emit("piece", deltas=reply.repeat(text), logprobs=self._new_logprobs())
-        finish = self._write(job, request, self._continued(request), reply, counts)
-        self._end(job, request, reply, finish, counts)
+            self._emit_piece(job, reply.repeat(text))
+        written = self._write(job, self._continued(request), reply)
+        self._end(job, request, reply, prompt_read, written)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
         """Return a function that lists the log-probabilities of a step's tokens. Call it after each step.
@@ -249,37 +262,36 @@ class Slot:
         # offset 0 is the start of the client's text; the tokenizer may add a BOS token or a space before it
         self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
         for token in tokens[:1].tolist():
-            self._list(unknown(model, token), special=True)
+            self._add_logprobs(unknown(model, token), special=True)
 
         def after_step(part: slice) -> None:
             following = tokens[part.start + 1 : part.stop + 1].tolist()
             for logits, token in zip(self.engine.context.logits(), following, strict=False):
-                self._list(logprobs(model, logits, token, request.logprobs or 0), special=True)
+                self._add_logprobs(logprobs(model, logits, token, request.logprobs or 0), special=True)
 
         return after_step
 
     def _continued(self, request: TextRequest) -> Pieces:
-        yield from self.writer.write(self._room(request))
+        yield from self.writer.write(self._most_tokens(request))
         if request.is_scored and (token := self.writer.ending) is not None:
             # also list the end token: programs that score a prompt expect an answer of one token, and
             # therefore drop the last entry
-            self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
+            logits = self.engine.context.next_logits
+            self._add_logprobs(logprobs(self.model, logits, token, request.logprobs or 0))
 
-    def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
+    def _add_logprobs(self, record: dict[str, Any], *, special: bool = False) -> None:
         """Append a token's entry to `_logprobs`. special: True if control tokens are part of the text."""
         piece = self.model.piece(record["id"], special=special)
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
-    def _write(self, job: Job, request: Request, pieces: Pieces, reply: Reply, counts: dict[str, Any]) -> str:
-        """Write the reply, and emit an event for each piece. Returns OpenAI's finish reason."""
+    def _write(self, job: Job, pieces: Pieces, reply: Reply) -> Written:
+        """Write the reply, and emit an event for each piece."""
         started, is_full = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted
-        job.emit("read", **counts)
         try:
             with self._batcher.writing(self.engine), closing(pieces):
                 for piece in pieces:
-                    deltas = reply.feed(piece, self.writer.n_written)
-                    job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
+                    self._emit_piece(job, reply.feed(piece, self.writer.n_written))
                     if reply.is_done:
                         break
         except StreamEnd:
@@ -287,16 +299,17 @@ class Slot:
             if not self.writer.n_written:
                 raise
             is_full = True
-        deltas = reply.end(self.writer.n_written)
-        counts |= {
+        is_cut = is_full or self.writer.is_cut
+        self._emit_piece(job, reply.end(self.writer.n_written, is_cut=is_cut))
+        return {
+            "finish": reply.finish(is_cut),
+            "stopped_by": self.writer.stopped_by,
             "n_written": self.writer.n_written,
             "n_thought": reply.n_thought,
             "write_s": time.perf_counter() - started,
             "n_drafted": self.writer.n_drafted - before[0],
             "n_accepted": self.writer.n_accepted - before[1],
         }
-        job.emit("piece", deltas=deltas, logprobs=self._new_logprobs())
-        return reply.finish(is_full or self.writer.is_cut)
 
     def _start(
         self, job: Job, request: Request, shown: frozenset[int] = frozenset(), rules: Rules | None = None
@@ -326,7 +339,7 @@ class Slot:
         def after_sampling(token: int) -> None:
             stop_if_cancelled()
             if n_top is not None:
-                self._list(logprobs(self.model, self.engine.context.next_logits, token, n_top))
+                self._add_logprobs(logprobs(self.model, self.engine.context.next_logits, token, n_top))
 
         def while_reading(n_read: int, n_all: int) -> None:
             stop_if_cancelled()
@@ -334,23 +347,23 @@ class Slot:
                 self._batcher.step(self.engine, n_all - n_read if n_all > 1 else 0)
                 stop_if_cancelled()
             if n_all > 1:
-                now = {"n_past": self.engine.n_past, "seconds": time.perf_counter() - began}
-                job.emit("reading", n_read=n_read, n_all=n_all, **now)
+                seconds, n_past = time.perf_counter() - began, self.engine.n_past
+                job.emit(Reading(kind="reading", n_read=n_read, n_all=n_all, n_past=n_past, seconds=seconds))
 
         self.writer.begin(sampler, shown, after_sampling, while_reading, frozenset(request.stop_tokens))
         stop_if_cancelled()
 
-    def _new_logprobs(self) -> list[dict[str, Any]]:
-        """Return the entries that were appended to `_logprobs` since the last call."""
+    def _emit_piece(self, job: Job, deltas: list[Delta]) -> None:
+        """Emit deltas, and the entries that were appended to `_logprobs` since the last piece."""
         records, self._logprobs = self._logprobs, []
-        return records
+        job.emit({"kind": "piece", "deltas": deltas, "logprobs": records})
 
     def _check_length(self, n: int) -> None:
         self._n_request = n
         if self._is_bounded and n >= self.engine.n_ctx:
             raise _too_long(self.engine, n)
 
-    def _room(self, request: Request) -> int | None:
+    def _most_tokens(self, request: Request) -> int | None:
         """Return the maximum number of tokens of the answer, or None if there is no limit."""
         n_left = self.engine.n_ctx - self._n_request if self._is_bounded else None
         return min((n for n in (request.n_max, n_left) if n is not None), default=None)
@@ -358,22 +371,22 @@ class Slot:
     @property
     def _is_bounded(self) -> bool:
         """True if a request and its answer must fit in the context."""
-        return self.overflow == "error" or not self.engine.policy.slack
+        return self.overflow == "error" or not self.engine.policy.evicts
 
-    def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
-        """Emit the last event: the message, the reason why it ended, and the numbers that `_held` returns."""
+    def _end(self, job: Job, request: Request, reply: Reply, prompt: PromptRead, written: Written) -> None:
+        """Emit the last event."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
-        held = _held(self.writer, request.n_share) | {name: note for name, note in notes.items() if note}
-        stop = self.writer.stopped_by
-        job.emit("end", message=reply.message, finish=finish, stopped_by=stop, held=held, **counts)
+        kvtool = _cache_numbers(self.writer, request.n_share)
+        kvtool |= {name: note for name, note in notes.items() if note}
+        job.emit({"kind": "end", "message": reply.message, "kvtool": kvtool, **prompt, **written})
 
 
 def _banned(model: Model, request: Request) -> set[int]:
     """Return the tokens that the answer must not have. Raises ApiError for tokens not in the vocabulary."""
     for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
         if max(tokens, default=0) >= model.n_vocab:
-            raise ApiError(f"{name} must have tokens in 0..{model.n_vocab - 1}", param=name)
+            raise ApiError.at(name, f"must have tokens in 0..{model.n_vocab - 1}")
     banned = set(range(model.n_vocab)) - {*request.allowed} if request.allowed else set()
     return banned | {*model.ends} if request.ignores_end else banned
 
@@ -389,7 +402,7 @@ def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, An
     return Parser(rendering.format, tools, rules, one_call=one_call) if tools else None
 
 
-def _offered(request: ChatRequest) -> list[dict[str, Any]]:
+def _tools_in_prompt(request: ChatRequest) -> list[dict[str, Any]]:
     """Return the tools that the prompt lists. Deferred tools are not listed, but may still be called."""
     tools = request.tools if request.choice.kind != "none" else []
     return [tool for tool in tools if "defer_loading" not in tool]
@@ -410,14 +423,14 @@ def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
     )
 
 
-def _held(writer: Writer, n_share: int) -> dict[str, Any]:
+def _cache_numbers(writer: Writer, n_share: int) -> dict[str, Any]:
     """Return numbers about the cache, such as the tokens in the cache, in the archive and in neither.
 
     If n_share is not 0, also list the texts of the last n_share tokens. For each token, list the share of
     rows that hold it, and whether the archive has it. There is one row for each KV head of each layer.
     """
     engine = writer.engine
-    held: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "tokens": engine.n_past,
         "held": round(engine.mean_live, 1),
         "archived": engine.n_archived,
@@ -430,9 +443,9 @@ def _held(writer: Writer, n_share: int) -> dict[str, Any]:
     if n_share:
         tokens = writer.tokens[-n_share:]
         first = engine.n_past - len(tokens)
-        held["share"] = {
+        numbers["share"] = {
             "text": holdings.texts(engine.model, tokens),
             "held": engine.cells().share()[first:].round(3).tolist(),
             "archived": holdings.is_archived(engine)[first:].tolist(),
         }
-    return held
+    return numbers

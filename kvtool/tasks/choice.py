@@ -35,7 +35,7 @@ import numpy as np
 from kvtool.llama.model import Model
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
-from kvtool.tasks.reader import Reader, most_tokens
+from kvtool.tasks.reader import Reader, max_tokens_of
 from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 _INSTRUCTION = re.compile(
@@ -89,7 +89,7 @@ class ChoiceTask(Task):
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         ending = item.about.get("ending", "")
-        reader.read(item.prompt, max(most_tokens(choice + ending) for choice in item.choices))
+        reader.read(item.prompt, max(max_tokens_of(choice + ending) for choice in item.choices))
         logp = np.empty(len(item.choices))
         with reader.going_back() as back:
             for i, choice in enumerate(item.choices):

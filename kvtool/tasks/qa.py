@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
-from kvtool.tasks.reader import Reader, most_tokens
+from kvtool.tasks.reader import Reader, max_tokens_of
 from kvtool.tasks.task import Item, RecordTask, ScoredAnswer
 
 _DOCUMENTS = (
@@ -78,7 +78,7 @@ class QA(RecordTask):
         return [replace(item, id=f"-{i}") for i, item in enumerate(items, 1)] if len(items) > 1 else items
 
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
-        n_right = max(map(most_tokens, item.references)) if self.likelihood else 0
+        n_right = max(map(max_tokens_of, item.references)) if self.likelihood else 0
         reader.read(item.prompt, max(self.n_max, n_right))
         logp = {}
         # let the model write first, because the right answers are not yet in the cache

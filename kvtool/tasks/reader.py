@@ -44,7 +44,7 @@ def n_held(model: Model, template: Template | None) -> int:
     return len(model.tokenize(template.reply_start(), special=True)) if template else 0
 
 
-def most_tokens(answer: str) -> int:
+def max_tokens_of(answer: str) -> int:
     """Maximum number of tokens of an answer: one for each byte, and one for the space before it."""
     return len(answer.encode()) + 1
 
@@ -264,7 +264,7 @@ class Reader:
         Raises InputError if the prompt does not fit and the policy never evicts.
         """
         policy = self._policy_for(n, n_answer)
-        if policy.slack == 0 and n > policy.budget:
+        if not policy.evicts and n > policy.budget:
             raise InputError(f"the prompt ({n:,} tokens) does not fit in the full cache ({policy.budget:,})")
         self._empty(policy, template)
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
-from kvtool.tasks.reader import Reader, most_tokens
+from kvtool.tasks.reader import Reader, max_tokens_of
 from kvtool.tasks.task import Item, RecordTask, ScoredAnswer
 
 _PROMPT = (
@@ -68,7 +68,7 @@ class Retrieval(RecordTask):
         (value,) = item.references
         quoted = f'"{value}"'
         # do not cut the prompt: the pair may be in its middle
-        reader.read(item.prompt, max(self.n_max, most_tokens(quoted)), uncut=True)
+        reader.read(item.prompt, max(self.n_max, max_tokens_of(quoted)), uncut=True)
         with reader.going_back() as back:
             output = reader.write(self.n_max)
             back()

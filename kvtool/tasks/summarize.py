@@ -30,7 +30,7 @@ from kvtool.llama.model import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
 from kvtool.tasks.longbench import PARTS
-from kvtool.tasks.reader import Reader, most_tokens
+from kvtool.tasks.reader import Reader, max_tokens_of
 from kvtool.tasks.task import Item, ScoredAnswer, Task
 
 _HEAD = "###\nArticle: "
@@ -83,7 +83,7 @@ class Summarize(Task):
     def answer(self, item: Item, reader: Reader) -> ScoredAnswer:
         as_it_is = self.plain and item.prompt.startswith(_HEAD)
         (right,) = item.references
-        n_right = most_tokens(right) if self.likelihood else 0
+        n_right = max_tokens_of(right) if self.likelihood else 0
         reader.read(item.prompt, max(self.n_max, n_right), as_it_is=as_it_is)
         with reader.going_back() as back:
             # let the model write first, because the right summary is not yet in the cache

@@ -29,9 +29,8 @@ from kvtool.drafts.drafter import Drafter
 from kvtool.drafts.lookup import Lookup
 from kvtool.drafts.model import ModelDraft, check_draft
 from kvtool.engine.loop import Engine
-from kvtool.engine.settings import Settings
+from kvtool.engine.settings import MAX_DRAFT, Settings
 from kvtool.llama.sampler import Sampler
-from kvtool.units import MAX_DRAFT
 from lab.benchmarks.common import add_common, load_model, machine, make_parser, note, write_json
 
 EDITED = Path(__file__).parent / "data" / "edited.txt"

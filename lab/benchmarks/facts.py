@@ -52,7 +52,7 @@ START = (
     "There is important info hidden inside a lot of irrelevant text. Find it and memorize it. "
     "I will quiz you about the important info."
 )
-N_LEAST = 1000
+N_MIN = 1000
 N_ANSWER = 8
 N_PART = 2048
 """Number of characters that are read at once."""
@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="length of the stream before the questions")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.tokens < N_LEAST:
-        parser.error(f"--tokens must be at least {N_LEAST}: ten facts have to fit")
+    if args.tokens < N_MIN:
+        parser.error(f"--tokens must be at least {N_MIN}: ten facts have to fit")
     try:
         filler = sentences_of([args.file])
     except InputError as error:

@@ -64,7 +64,7 @@ _FEW = "--layers 4 --heads 4 --kv-heads 2 --head-dim 64 --ff 256"
 SMALL_MODELS = {"8b.gguf": _FEW, "hybrid.gguf": f"--arch qwen35 {_FEW}"}
 """Options of random_model.py for each model if --small is set."""
 
-MOST_ERROR = 0.02
+MAX_ERROR = 0.02
 """Attention in F16 or q8_0 counts as wrong if its relative error is not below this."""
 
 TAIL = 1500
@@ -434,7 +434,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         if part == "2a":
             yield from pivot([row for row in of_part if "us" in row], ("type", "n", "n_kv"), "what", "us")
             errors = [row["error"] for row in of_part if "error" in row]
-            wrong = [row for row in of_part if "error" in row and not row["error"] < MOST_ERROR]
+            wrong = [row for row in of_part if "error" in row and not row["error"] < MAX_ERROR]
             yield f"largest error: {max(errors, default=0):.2g}; wrong results: {wrong or 'none'}"
             refused = [f"{row['what']} {row['type']} n={row['n']}" for row in of_part if not row["supported"]]
             yield f"not supported: {'; '.join(refused) or 'nothing'}"

@@ -49,7 +49,7 @@ from lab.benchmarks.common import (
     write_json,
 )
 
-MOST = 3000
+MAX_TOKENS = 3000
 """Maximum number of tokens of a sample."""
 
 PEOPLE = {
@@ -85,9 +85,9 @@ class Wanderer:
         self._ends[[*self._vocabulary.ends]] = True
 
     def text(self, schema: Enforced) -> bytes | None:
-        """Return a random text that fits a schema, or None if it is not complete after `MOST` tokens."""
+        """Return a random text that fits a schema, or None if `MAX_TOKENS` tokens do not complete it."""
         matcher, tokens = Matcher(self._vocabulary, schema.rules), list[int]()
-        while len(tokens) < MOST:
+        while len(tokens) < MAX_TOKENS:
             bits = np.unpackbits(matcher.mask().view(np.uint8), count=self._vocabulary.n, bitorder="little")
             token = self._drawn(bits.view(np.bool_), len(tokens))
             if self._ends[token]:
@@ -99,7 +99,9 @@ class Wanderer:
     def _drawn(self, fits: np.ndarray, n: int) -> int:
         """Draw a token that fits. n: number of tokens so far. A large n makes closing tokens more likely."""
         share, preferred = self._rng.random(), (self._ends, self._closes, self._is_short)
-        for bound, is_preferred in zip((0.3, 0.9 if n > MOST // 4 else 0.5, 0.95), preferred, strict=True):
+        for bound, is_preferred in zip(
+            (0.3, 0.9 if n > MAX_TOKENS // 4 else 0.5, 0.95), preferred, strict=True
+        ):
             if share < bound and (fits & is_preferred).any():
                 return int(self._rng.choice(np.flatnonzero(fits & is_preferred)))
         return int(self._rng.choice(np.flatnonzero(fits)))

@@ -163,7 +163,7 @@ def main() -> None:
     }
     results = {"machine": machine(), "options": {**vars(args), "json": None}, "policies": []}
     for spec, fitted in chosen.items():
-        if any(policy.slack == 0 or policy.ragged for _, policy in fitted):
+        if any(not policy.evicts or policy.ragged for _, policy in fitted):
             continue
         note(spec)
         measured = {shape.name: _measure(policy, shape, args) for shape, policy in fitted}

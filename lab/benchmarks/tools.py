@@ -144,7 +144,7 @@ def _agents(model_path: str) -> Iterator[Json]:
         for each in map(json.loads, lines):
             is_response = each["path"] == "/v1/responses"
             body = responses.as_chat(each["body"])[0] if is_response else each["body"]
-            chat = requests.chat(body, requests.Defaults())
+            chat = requests.check_chat(body, requests.Defaults())
             _, n_pinned = rendering.whole(chat.messages, chat.tools)
             schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in chat.tools}
             yield each | {"is_response": is_response, "n_pinned": n_pinned, "schemas": schemas}

@@ -156,7 +156,7 @@ class RulerRun:
     def _asked(self) -> tuple[list[str], list[str]]:
         """Return the values of the options --policies and --others for `lab.papers.ruler`."""
         kinds = {label: policies.load(split_policy(label)[0]) for label in self.policies}
-        recall = [label for label, kind in kinds.items() if kind.recalls()]
+        recall = [label for label, kind in kinds.items() if kind.has_recall()]
         forget = [label for label, kind in kinds.items() if kind.evicts and label not in recall]
         others = [f"{label}@{self.cells}" for label in recall]
         return forget, others + [f"full@{type_kv}" for type_kv in self.types[1:]]

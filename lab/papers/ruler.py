@@ -105,7 +105,7 @@ class PolicyRow:
             raise UsageError(f"--others: only full takes a type; {name} takes a budget, as in {name}@128")
         if not kind.evicts and (self.budget or self.removed):
             raise UsageError(f"{name} evicts nothing; leave it out of --policies, and of POLICY@CELLS")
-        if self.is_shared and (kind.recalls() or kind.capped):
+        if self.is_shared and (kind.has_recall() or kind.capped):
             raise UsageError(
                 f"--policies: {self.policy} cannot compress a prompt that was read whole; "
                 f"choose --others {self.policy}@128, with a budget in cells"
@@ -154,7 +154,7 @@ class PolicyRow:
         Policies that read the prompt twice also run only in "after", because they prepare for any question.
         """
         kind = policies.load(split_policy(self.policy)[0])
-        forgets = kind.evicts and not kind.recalls()
+        forgets = kind.evicts and not kind.has_recall()
         return question == "after" or (forgets and not kind.has_reconstruction())
 
 

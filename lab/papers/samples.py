@@ -14,7 +14,7 @@ import numpy as np
 from kvtool.measure import statistics
 from lab.papers import significance
 
-_LEAST_UNITS = 6
+_MIN_UNITS = 6
 """Smallest number of differences other than 0 for which a test of signs can reach p < 0.05."""
 
 
@@ -148,7 +148,7 @@ class Measurements:
             return None
         sums, weights = self.differences(other)
         n_unit = np.count_nonzero(sums)
-        if n_unit < _LEAST_UNITS:
+        if n_unit < _MIN_UNITS:
             return None
         mean = float(sums.sum() / weights.sum())
         return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))

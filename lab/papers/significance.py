@@ -9,11 +9,11 @@ import numpy as np
 
 from kvtool.measure import statistics
 
-_MOST_EXACT = 16
+_MAX_EXACT = 16
 """Maximum number of differences for which all combinations of signs are tried."""
 
 _N_FLIP = 20_000
-"""Number of random draws of signs if there are more than `_MOST_EXACT` differences."""
+"""Number of random draws of signs if there are more than `_MAX_EXACT` differences."""
 
 _N_AT_ONCE = 100
 """Number of draws that are in memory at the same time."""
@@ -34,7 +34,7 @@ def _sign_flip(raw: bytes) -> float:
     """Compute `sign_flip_test`. Cached, because a table, its verdict and the index need the same test."""
     differences = np.frombuffer(raw)
     sizes = np.abs(differences[differences != 0])
-    if len(sizes) <= _MOST_EXACT:
+    if len(sizes) <= _MAX_EXACT:
         bits = np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes))
         sums = (1 - 2 * (bits & 1)) @ sizes
         n_more = 0

@@ -579,7 +579,7 @@ def copy_of(n):
 
 
 def test_archive_shared_by_copies_is_counted_once(monkeypatch):
-    monkeypatch.setattr(undo, "MOST_BYTES", 100)
+    monkeypatch.setattr(undo, "MAX_BYTES", 100)
 
     def share(file):
         return FileIO(os.dup(file.fileno()))
@@ -602,8 +602,8 @@ def test_archive_shared_by_copies_is_counted_once(monkeypatch):
 
 @pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
 def test_undo_stack_drops_its_oldest_copies_first(monkeypatch, sizes, left):
-    monkeypatch.setattr(undo, "MOST", 3)
-    monkeypatch.setattr(undo, "MOST_BYTES", 100)
+    monkeypatch.setattr(undo, "MAX_COPIES", 3)
+    monkeypatch.setattr(undo, "MAX_BYTES", 100)
     copies, given = UndoStack(), [copy_of(n) for n in sizes]
     for i, file in enumerate(given):
         copies.push(Copy(str(i), file))

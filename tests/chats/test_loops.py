@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtool.chats import loops
-from kvtool.chats.loops import LEAST_SIGNS, LEAST_TIMES, LEAST_TOKENS, MOST_BLOCK, Loop
+from kvtool.chats.loops import MAX_BLOCK, MIN_SIGNS, MIN_TIMES, MIN_TOKENS, Loop
 from kvtool.llama.model import Model
 from tests.cli.called import called
 from tests.cli.terminal import terminals
@@ -41,9 +41,9 @@ def looped(tokens, letters=range(1_000_000)):
 def by_definition(tokens, letters):
     """Compute the result of `looped` from the definition of a loop."""
     for n in range(1, len(tokens) + 1):
-        for block in range(1, min(MOST_BLOCK, n) + 1):
+        for block in range(1, min(MAX_BLOCK, n) + 1):
             has_letters = any(token in letters for token in tokens[n - block : n])
-            least = max(block * LEAST_TIMES, LEAST_TOKENS if has_letters else LEAST_SIGNS)
+            least = max(block * MIN_TIMES, MIN_TOKENS if has_letters else MIN_SIGNS)
             if n >= least and (tokens[n - least : n - block] == tokens[n - least + block : n]).all():
                 return n, block, least // block
     return None
@@ -60,12 +60,12 @@ def test_loop_is_found_as_soon_as_it_repeats_often_enough(block, n):
     # blocks without letters must repeat for 1,024 tokens
     assert looped(tokens, letters=()) == (len(before) + 1024, len(block), 1024 // len(block))
     # blocks that are too long, and blocks that change, are not loops
-    assert looped(list(range(MOST_BLOCK + 1)) * 20) is None
+    assert looped(list(range(MAX_BLOCK + 1)) * 20) is None
     assert looped([token + 1000 * (i % 7 == 0) * i for i, token in enumerate(block * 20)]) is None
 
 
 def test_loop_equals_the_definition(monkeypatch):
-    for name, n in (("LEAST_TOKENS", 64), ("LEAST_SIGNS", 128), ("MOST_BLOCK", 128)):
+    for name, n in (("MIN_TOKENS", 64), ("MIN_SIGNS", 128), ("MAX_BLOCK", 128)):
         monkeypatch.setattr(loops, name, n)
         monkeypatch.setitem(globals(), name, n)
     rng = np.random.default_rng(3)
@@ -103,9 +103,9 @@ def test_ordinary_texts_are_not_loops(smollm2):
         n_token += len(tokens)
         # `Loop` is slow, so run it only if some part of the text repeats a block of `block` tokens often
         # enough
-        for block in range(1, MOST_BLOCK + 1):
+        for block in range(1, MAX_BLOCK + 1):
             differ = np.flatnonzero(np.concatenate([[True], tokens[block:] != tokens[:-block], [True]]))
-            if int(np.diff(differ).max()) - 1 + block >= max(block * LEAST_TIMES, LEAST_TOKENS):
+            if int(np.diff(differ).max()) - 1 + block >= max(block * MIN_TIMES, MIN_TOKENS):
                 loop = Loop()
                 assert not any(loop.add(token, model.piece(token)) for token in tokens.tolist()), text[:200]
                 break

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from kvtool.chats.undo import MOST, MOST_BYTES
-from kvtool.cli.chat.show import HELP, KEYS, NOTES
+from kvtool.chats.undo import MAX_BYTES, MAX_COPIES
+from kvtool.cli.chat.slash_commands import KEYS, NOTES, OF_NAME, SLASHES
 from tests import tiny
 from tests.cli.terminal import terminals, user_messages
 
@@ -114,13 +114,13 @@ def test_wrong_command_gets_one_line_and_the_chat_continues(terminal, tmp_path):
 def test_help_lists_all_commands_and_the_limits_of_undo(terminal):
     chat = terminal()
     text = " ".join(chat.say("/help").split())
-    for each in (*(f"{command} {what}" for command, what in HELP.items()), KEYS):
+    for each in (*(f"{command.usage} {command.help}" for command in SLASHES), KEYS):
         assert each in text
     text = " ".join(chat.say("/help more").split())
     for each in NOTES:
         assert each in text
-    assert f"up to {MOST} changes" in text
-    assert f"{MOST_BYTES >> 20} MiB" in text
+    assert f"up to {MAX_COPIES} changes" in text
+    assert f"{MAX_BYTES >> 20} MiB" in text
     chat.leave()
 
 
@@ -130,8 +130,8 @@ def test_help_fits_into_a_small_terminal(terminal):
     assert len(chat.say("/help").split("\n")) <= 24 - 3
     assert chat.say("/help me") == "/help takes a command or `more`; there is no command me"
     for name in ("set", "/SET"):
-        assert chat.say(f"/help {name}") == f"/set [NAME X]  {HELP['/set [NAME X]']}"
-    assert chat.say("/help quit") == f"/exit, /bye, /quit  {HELP['/exit, /bye, /quit']}"
+        assert chat.say(f"/help {name}") == f"/set [NAME X]  {OF_NAME['/set'].help}"
+    assert chat.say("/help quit") == f"/exit, /bye, /quit  {OF_NAME['/exit'].help}"
     chat.leave()
 
 

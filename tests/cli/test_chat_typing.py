@@ -352,6 +352,16 @@ def test_editor_that_does_not_start_gets_one_line(terminal):
     assert chat.say("/think") == "think  (the model's own); this model does not think"
 
 
+def test_a_text_that_is_not_utf_8_does_not_end_the_chat(terminal, tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf "b\\377" >> "$1"\n')
+    editor.chmod(0o755)
+    for visual, answer in ((editor, "a text that is not UTF-8 (byte 6)"), ("true", "no text")):
+        chat = terminal(env={"VISUAL": str(visual)})
+        assert f"the editor returned {answer}" in chat.say(b"/edit a\xff")
+        assert chat.say("/cells") == "the cache is empty"
+
+
 def test_an_empty_reply_is_explained(terminal):
     chat = terminal("--grammar", "root ::= ")
     assert "the reply is empty: the grammar allows no text\n" in chat.say("hello")

@@ -295,7 +295,7 @@ def test_perplexity_json_has_the_documented_keys(text_file, default_talker):
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "lora", "cells"),
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("resident", "repeated", "resident_refusal"),
+        *("archive_type", "resident", "repeated", "resident_refusal"),
         *("tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
@@ -444,6 +444,14 @@ def test_chat_answers_each_line_of_a_pipe(default_talker):
     assert len([line for line in done.stdout.split("\n") if line]) >= 2
     assert ">" not in done.stdout
     assert re.fullmatch(KEEPS, done.stderr)
+
+
+@pytest.mark.parametrize(("words", "stdin"), [(("generate", "Hi"), ""), (("chat",), "Hi\n")])
+def test_cut_text_of_a_grammar_may_be_incomplete(talker, words, stdin):
+    options = ("-m", talker, "--policy", "h2o", "-t", 1, "-n", 3, "--grammar", 'root ::= "abcdefghijkl"')
+    done = called(*words, *options, stdin=stdin)
+    assert (done.returncode, done.stdout[:3]) == (0, "abc")
+    assert done.stderr == "stopped after 3 tokens (-n): the text may be incomplete\n"
 
 
 def test_endless_answer_is_cut_at_the_default_limit(talker):

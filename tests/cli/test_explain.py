@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool import policies
-from kvtool.cli.explain import Notice, _budget, _prefill, explain_run, long_text, policy_line
+from kvtool.cli.explain import Notice, _budget, _memory, _prefill, explain_run, long_text, policy_line
 from kvtool.config import report
 from kvtool.measure import perplexity
 from tests.cli.test_cli import kvtool
@@ -206,6 +206,22 @@ def test_explain_shows_recalls_budget_parameters_and_batches(tiny_model):
         )
     with open_engine(tiny_model(), policies.fit("recall", 48, 16, ["search=all"])) as engine:
         assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=all"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("recall", "q8_0", "q8_0"),
+        ("recall", "q5_0/q4_0", "q5_0/q4_0"),
+        # an archive of an old session
+        ("recall", "plain q4_1", "q4_1"),
+        ("h2o", "q8_0", None),
+    ],
+)
+def test_explain_and_reports_name_the_archive_type(tiny_model, name, kind, told):
+    with open_engine(tiny_model(), policies.fit(name, 64, 8), archive_type=kind) as engine:
+        assert report.report(engine, name)["archive_type"] == told
+        assert (f" as {told}) in host memory" in _memory(engine)) == (told is not None)
 
 
 def test_explain_says_that_batches_of_scored_texts_end_at_evictions(tiny_model):

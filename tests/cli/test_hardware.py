@@ -202,7 +202,7 @@ def test_mtp_layer_counts_as_a_gpu_layer(tiny_model, monkeypatch):
         assert f"the GPU has room for {n} of 6 layers; the rest" in done.stderr
 
 
-def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, talker, monkeypatch):
+def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker, monkeypatch):
     class Full(Model):
         most, tried = 1, []
 
@@ -212,7 +212,7 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
                 raise OutOfMemory("the GPU is full")
             super().__init__(path, n_gpu_layers=n_gpu_layers, **how)
 
-    fake_gpu(monkeypatch, talker, 2, n_cell=1000)
+    fake_gpu(monkeypatch, default_talker, 2, n_cell=1000)
     monkeypatch.setattr(llama_model, "Model", Full)
     done = generate("--raw")
     assert done.returncode == 0
@@ -227,17 +227,17 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert Full.tried[4:] == [2]
 
 
-def test_resident_tokens_leave_less_gpu_memory_for_layers(default_talker, talker, monkeypatch):
-    fake_gpu(monkeypatch, talker, 2, n_cell=1000)
+def test_resident_tokens_leave_less_gpu_memory_for_layers(default_talker, monkeypatch):
+    fake_gpu(monkeypatch, default_talker, 2, n_cell=1000)
     assert "room" not in generate("--raw").stderr
     # With --resident 1024, each row has cells for 1,024 resident tokens, 384 tokens that have no cluster yet,
     # 256 means of clusters, and one more cell. The sum is rounded up to 1,792, a multiple of 256.
-    fake_gpu(monkeypatch, talker, 1, n_cell=1000 + 1792)
+    fake_gpu(monkeypatch, default_talker, 1, n_cell=1000 + 1792)
     assert "room for 1 of 3 layers" not in generate("--raw").stderr
     assert "room for 1 of 3 layers" in generate("--raw", "--resident", 1024, "-fa", "on").stderr
 
 
-def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, talker, monkeypatch):
+def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, monkeypatch):
     open_context, models = loop.open_context, []
 
     def crowded(model, *how):
@@ -248,7 +248,7 @@ def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, ta
 
     monkeypatch.setattr(loop, "open_context", crowded)
     monkeypatch.setattr(llama_model, "has_gpu", lambda: True)
-    fake_gpu(monkeypatch, talker, 1, n_cell=1000)
+    fake_gpu(monkeypatch, default_talker, 1, n_cell=1000)
     done = generate("--raw")
     assert done.returncode == 0
     assert [model._n_gpu_layers for model in models] == [2, 0]
@@ -270,8 +270,8 @@ def test_placement_chosen_by_the_user_is_not_changed(talker, monkeypatch, option
     assert config_model._fitted_to_gpu(run, talker, 512) == (run, "")
 
 
-def test_command_says_how_many_layers_are_in_host_memory(default_talker, talker, monkeypatch):
-    fake_gpu(monkeypatch, talker, 1, n_cell=1000)
+def test_command_says_how_many_layers_are_in_host_memory(default_talker, monkeypatch):
+    fake_gpu(monkeypatch, default_talker, 1, n_cell=1000)
     line = "the GPU has room for 2 of 3 layers; the rest is in host memory (--gpu-layers sets another number)"
     assert line in generate("--raw").stderr.splitlines()
     for n in ("all", -2, 1):

@@ -363,7 +363,8 @@ def test_inspect_writes_page_picture_and_json(tiny_model, tmp_path):
     assert set(result) == {
         *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "lora", "rows", "cells"),
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("resident", "repeated", "resident_refusal", "tokens_per_s", "seconds", "text", "share", "attended"),
+        *("archive_type", "resident", "repeated", "resident_refusal", "tokens_per_s", "seconds"),
+        *("text", "share", "attended"),
     }
     document = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
     assert set(result) <= set(re.findall(r"`(\w+)`", document.partition("`--json` prints")[2]))

@@ -25,7 +25,7 @@ class Tide(Options):
     default_height: ClassVar[int] = 7
 
     height: int | None = option(
-        "-h2, --height N", None, "How high.", default_text="{default_height}", least=1
+        "-h2, --height N", None, "How high.", default_text="{default_height}", minimum=1
     )
     share: float = option(
         "--share X", 0.5, "Of the day.", in_session=True, in_record=True, **within(0, 1, "; 1: all")

@@ -48,7 +48,7 @@ def edits_on_device(monkeypatch):
 @pytest.fixture
 def however_unlikely(monkeypatch):
     """Draft as many tokens as possible."""
-    monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
+    monkeypatch.setattr("kvtool.drafts.model._MIN_PROBABILITY", 0)
     monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
 
 

@@ -16,7 +16,7 @@ def test_clusters_equal_those_of_the_reference(tiny_model):
     with open_engine(path, policies.fit("recall", 48, 16), archive=4096, archive_type="f32") as engine:
         engine.read(text(1500))
         archive = engine.context.archive
-        n = archive.n_token
+        n = archive.n_block
         assert len(archive.clustered) > 3
         # the first block is left out: it is incomplete, because sinks are not archived
         for begin, is_far in archive.clustered[1:]:

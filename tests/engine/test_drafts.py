@@ -18,13 +18,13 @@ from kvtool.drafts.draft_length import DraftLength
 from kvtool.drafts.drafter import Drafter
 from kvtool.drafts.lookup import Lookup
 from kvtool.drafts.model import ModelDraft, check_draft
+from kvtool.engine.settings import MAX_DRAFT
 from kvtool.errors import UsageError
 from kvtool.kernels.ngrams import N_KEY
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.layers import Kind, Layer, Layers
-from kvtool.units import MAX_DRAFT
 from tests.cli.called import called
 from tests.engine.running import open_engine
 

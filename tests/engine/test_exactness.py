@@ -45,7 +45,7 @@ def twin(name, policy, n_ctx=0):
 
 def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
     model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
-    policy = policy.on(model.n_head // model.n_head_kv, made)
+    policy = policy.for_model(model.n_head // model.n_head_kv, made)
     n_filled = policy.budget - policy.n_live
     keep, observe = twin(name, policy, model.n_ctx_train)
     return transformer.run(

@@ -17,7 +17,7 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
-from kvtool.llama.joint import MOST, JointContext, Part
+from kvtool.llama.joint import MAX_CONTEXTS, JointContext, Part
 from kvtool.llama.library import error_text, lib
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
@@ -210,7 +210,7 @@ def test_missing_memory_for_joint_steps_is_reported_once(tiny_model, monkeypatch
 
 
 def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, monkeypatch):
-    monkeypatch.setattr(batching, "MOST", 2)
+    monkeypatch.setattr(batching, "MAX_CONTEXTS", 2)
     policy, tokens, batchers = policies.fit("h2o", 48), [text(60, seed=i) for i in range(5)], []
 
     def in_groups(lock):
@@ -228,9 +228,9 @@ def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, 
 
 def test_joint_step_takes_at_most_the_streams_llama_cpp_allows(opened):
     context = opened(policies.fit("h2o", 48)).context
-    JointContext(context, MOST, MOST).close()
+    JointContext(context, MAX_CONTEXTS, MAX_CONTEXTS).close()
     with pytest.raises(LibraryError, match="n_seq_max must be <= 256"):
-        JointContext(context, MOST + 1, MOST + 1)
+        JointContext(context, MAX_CONTEXTS + 1, MAX_CONTEXTS + 1)
 
 
 class Broken(Counting):

@@ -25,7 +25,7 @@ from kvtool.llama.model import Model
 from tests import forked
 from tests.engine.running import LOGITS, text
 
-N_READ, N_MOST = 20, 350
+N_READ, N_MAX = 20, 350
 
 
 def client(path):
@@ -34,18 +34,18 @@ def client(path):
     In the nth joint step, the step's nth allocation fails. The members of a failed step decode their tokens
     one by one. The logits are compared with a stream that is decoded without joint steps.
     """
-    process, tokens = ctypes.CDLL(None), text(N_MOST)
+    process, tokens = ctypes.CDLL(None), text(N_MAX)
     exact = Settings(type_k="f32", type_v="f32", flash="off", n_threads=1, n_batch=32)
     n_failed, off = 0, []
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(path)))
-        policy = policies.fit("full", N_MOST)
+        policy = policies.fit("full", N_MAX)
         engines = [stack.enter_context(closing(Engine(model, policy, exact))) for _ in range(3)]
         alone, *members = [engine.context for engine in engines]
         for engine in engines:
             engine.read(tokens[:N_READ])
         joint = stack.enter_context(closing(JointContext(members[0], 2, 4)))
-        for at in range(N_READ, N_MOST):
+        for at in range(N_READ, N_MAX):
             token = tokens[at : at + 1]
             alone.decode(token, at, 1)
             process.fail_new(at - N_READ + 1)

@@ -151,7 +151,7 @@ def test_keys_of_nan_get_no_attention(tiny_model):
             }
             engine.restore(good if is_number else good | broken)
             if is_number:
-                engine.context.archive.keep(0)
+                engine.context.archive.forget()
             engine.read(text(1, seed=2))
             logits.append(engine.context.logits().copy())
     assert np.abs(logits[0] - logits[1]).max() < TOLERANCE
@@ -198,7 +198,7 @@ def test_steps_attend_exactly_to_more_tokens_of_a_longer_archive(tiny_model):
             engine.read(text(8180))
             engine.read(text(2))
             pos = archive.attended(engine.context.n_row, 2048)[0]
-            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
+            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_block)
             most.append(sealed.sum(axis=1).min())
     # a step of 2 tokens attends exactly to at least 2 * exact = 512 tokens. If the archive has n > 8,192
     # tokens, this number is multiplied by (n / 8,192) ** 0.25: 16,320 tokens give 608
@@ -517,12 +517,8 @@ def test_forgotten_tokens_free_their_memory(tiny_model):
     with open_engine(tiny_model(n_head_kv=2, n_ctx_train=512), fit()) as engine:
         perplexity.stream(engine, text(2000))
         archive = engine.context.archive
-        many = archive.n_bytes
-        archive.keep(300)
-        # blocks of 256 tokens are forgotten together
-        assert 300 - 256 < archive.n <= 300
-        assert archive.n_bytes <= 3 * many / 8
-        archive.keep(0)
+        assert archive.n_bytes > 0
+        archive.forget()
         assert archive.n_bytes == 0
 
 
@@ -595,7 +591,7 @@ def test_empty_archive_has_no_bases(tiny_model):
         archive = engine.context.archive
         archive.rebase(77)
         assert dict(archive.save())["archive"].tolist() == [0, 0, 0, 0, 77]
-        archive.keep(0)
+        archive.forget()
         assert dict(archive.save())["archive"].tolist() == [0, 0, 0]
 
 
@@ -697,7 +693,7 @@ def test_emptying_and_closing_an_archive_file_frees_its_disk_space(tiny_model, p
         # clusters are in memory, not in the file
         assert 0.8 * engine.archive_bytes < held.stat().st_size < engine.archive_bytes
         assert held.stat().st_blocks * 512 >= held.stat().st_size
-        engine.context.archive.keep(0)
+        engine.context.archive.forget()
         assert held.stat().st_blocks == held.stat().st_size == 0
     assert not held.exists()
 
@@ -729,6 +725,7 @@ def test_stream_continues_when_a_full_disk_has_room_again(tiny_model, path_of_fi
 def test_table_has_no_synthetic_cells_without_archived_tokens(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         engine.read(text(200))
-        for n, n_made in ((5, 2), (0, 0)):
-            engine.context.archive.keep(n)
+        engine.step(text(1))
+        for n_made in (2, 0):
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_made
+            engine.context.archive.forget()

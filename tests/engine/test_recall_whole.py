@@ -262,11 +262,11 @@ def test_stop_during_a_reread_loses_no_tokens(monkeypatch, tiny_model):
         def stop(n_read, n):
             writer.stop = n_read > 0
 
-        writer.while_reading = stop
-        assert not writer.read(tokens[100:])
+        with writer.showing(stop):
+            assert not writer.read(tokens[100:])
         assert (writer.engine.n_past, writer.is_new) == (0, False)
         np.testing.assert_array_equal(writer.unread, tokens)
-        writer.stop, writer.while_reading = False, lambda n_read, n: None
+        writer.stop = False
         assert writer.rewind(100, mark)
         np.testing.assert_array_equal(writer.unread, tokens[:100])
         assert writer.read(tokens[100:])

@@ -140,8 +140,8 @@ def test_steps_search_the_archive_if_no_tokens_can_be_resident(tiny_model, arch,
 
 def test_archive_is_searched_again_if_its_means_exceed_the_cells(tiny_model, monkeypatch):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(900)
-    monkeypatch.setattr(residents, "_MOST_MEANS", 48)
-    monkeypatch.setattr(residents, "_MOST_SETS", 0)
+    monkeypatch.setattr(residents, "_MAX_MEANS", 48)
+    monkeypatch.setattr(residents, "_MAX_SETS", 0)
     host, _ = written(path, fit(), tokens, n_prompt=300)
     device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
@@ -222,6 +222,14 @@ def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n
         assert engine.context.archive.n_max == n_archived
         assert engine.residents.n_bytes == n_cell * (engine.cache_bytes // engine.context.n_cell)
         assert residents.n_cells(2048, n_archived) == n_cell
+
+
+def test_blocks_and_clusters_have_the_librarys_sizes(tiny_model):
+    with open_engine(tiny_model(), fit(), **HALF) as engine:
+        archive = engine.context.archive
+        assert archive.n_block == residents._N_BLOCK
+        with pytest.raises(LibraryError, match=f"must be multiples of {residents._N_CLUSTER} and "):
+            archive.resident_bytes(1, 0, 0)
 
 
 def test_cells_of_residents_are_counted_and_freed(tiny_model):

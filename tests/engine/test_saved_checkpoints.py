@@ -197,7 +197,7 @@ def test_two_sessions_share_no_archive_file(tiny_model, path):
 
 
 def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "_MOST_SAVED_BYTES", 0)
+    monkeypatch.setattr(checkpoints, "_MAX_SAVED_BYTES", 0)
     with opened(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
         for n in range(12):
             engine.read(text(50))

@@ -31,7 +31,7 @@ class Archive:
     stream: seed of the tokens' bytes.
     """
 
-    n_token, block_bytes = 8, 3
+    n_block, membership_bytes = 8, 3
 
     is_clustered = False
     """True if all complete blocks have clusters. Blocks before the last 20 tokens count as far away."""
@@ -55,15 +55,15 @@ class Archive:
 
     @property
     def clustered(self):
-        begin = self.begin // self.n_token * self.n_token if self.is_clustered else self.end
-        blocks = range(begin, self.end - self.n_token + 1, self.n_token)
-        return [(at, at + self.n_token <= self.end - 20) for at in blocks]
+        begin = self.begin // self.n_block * self.n_block if self.is_clustered else self.end
+        blocks = range(begin, self.end - self.n_block + 1, self.n_block)
+        return [(at, at + self.n_block <= self.end - 20) for at in blocks]
 
     def read_clusters(self, begin, end, is_far):
-        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_token))
+        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_block))
         rng = np.random.default_rng([self.stream, 9, is_far])
-        data = rng.integers(0, 256, (200, self.block_bytes), np.uint8)
-        return data[begin // self.n_token : end // self.n_token].reshape(-1)
+        data = rng.integers(0, 256, (200, self.membership_bytes), np.uint8)
+        return data[begin // self.n_block : end // self.n_block].reshape(-1)
 
     def restore(self, saved):
         self.segments = list(listed(saved, Segment))
@@ -91,9 +91,9 @@ def holds(path, archive):
     """Return True if the session at `path` has exactly the bytes of this archive."""
     saved = load(path)
     assert saved[TABLE][:2].tolist() == [archive.begin, archive.end]
-    listed, n = {}, archive.n_token
+    listed, n = {}, archive.n_block
     for i, (begin, end, is_far, *_) in enumerate(saved.get(CLUSTERS, [])):
-        blocks = saved[clusters_name(i)].reshape(-1, archive.block_bytes)
+        blocks = saved[clusters_name(i)].reshape(-1, archive.membership_bytes)
         listed |= {(at, bool(is_far)): data for at, data in zip(range(begin, end, n), blocks, strict=True)}
     assert all(
         (listed[each] == archive.read_clusters(each[0], each[0] + n, each[1])).all()
@@ -172,12 +172,12 @@ def test_turn_appends_clusters_of_new_and_newly_far_blocks(path, store, monkeypa
         save(path, archive, store)
         assert holds(path, archive)
         written |= set(archive.clustered)
-        size = archive_file._N_FIRST + end * N_BYTES + len(written) * archive.block_bytes
+        size = archive_file._N_FIRST + end * N_BYTES + len(written) * archive.membership_bytes
         assert archive_path(path).stat().st_size == size
         # data that no block needs any more is not listed
         current = dict(archive.clustered)
         for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
-            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_token))
+            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_block))
 
 
 @with_clusters

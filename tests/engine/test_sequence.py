@@ -218,6 +218,12 @@ def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     assert first.stdout + second.stdout == whole.stdout
 
 
+def test_eval_runs_without_the_patch_and_says_so(chat_model):
+    passkey = "passkey", "--set", "lengths=300", "--limit", 1
+    done = kvtool("eval", *passkey, "-m", chat_model, "-t", 1, "--policy", "streamingllm", "--budget", 96)
+    assert (done.returncode, done.stderr) == (0, NOTE)
+
+
 def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_path):
     (tmp_path / "text").write_text("some words " * 40)
     for command in (

@@ -208,7 +208,7 @@ def check_future(views, want):
             assert not view.future_mean[number, n_head:].any()
             got = np.stack((view.future_mean, view.future_variance), axis=-1)[number][:n_head, cells]
             np.testing.assert_allclose(got.swapaxes(0, 1), future, atol=TOLERANCE, rtol=TOLERANCE)
-            norms = [token["length"] for token in row]
+            norms = [token["value_norm"] for token in row]
             np.testing.assert_allclose(view.value_norms[number, cells], norms, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -241,8 +241,8 @@ def test_future_logits_nearly_match_the_definition_with_8_bit_keys(tiny_model):
             future = np.array([token["future"] for token in row])
             got = view.future_mean[number][:, order].T
             assert np.abs(got - future[..., 0]).max() < 0.1 * np.abs(future[..., 0]).max()
-            lengths = np.array([token["length"] for token in row])
-            np.testing.assert_allclose(view.value_norms[number, order], lengths, rtol=0.05)
+            norms = np.array([token["value_norm"] for token in row])
+            np.testing.assert_allclose(view.value_norms[number, order], norms, rtol=0.05)
 
 
 def test_signals_are_the_same_with_flash_attention(tiny_model):

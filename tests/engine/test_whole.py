@@ -181,11 +181,11 @@ def test_cached_signals_are_used_only_for_the_same_request():
             SignalRequest(**asked)
         )
 
-    for signals in (Signal.ATTENTION, Signal.ATTENTION | Signal.KEYS, Signal.HITS):
-        assert known(signals=signals)
-    assert known(signals=Signal.NONE, group="max")
-    assert known(signals=Signal.RECENT, n_query=8)
-    assert not known(signals=Signal.SQUARES)
-    assert not known(signals=Signal.ATTENTION, group="max")
-    assert not known(signals=Signal.RECENT, n_query=9)
-    assert not known(signals=Signal.HITS, t="cells")
+    for reads in (Signal.ATTENTION, Signal.ATTENTION | Signal.KEYS, Signal.HITS):
+        assert known(reads=reads)
+    assert known(reads=Signal.NONE, group="max")
+    assert known(reads=Signal.RECENT, n_query=8)
+    assert not known(reads=Signal.SQUARES)
+    assert not known(reads=Signal.ATTENTION, group="max")
+    assert not known(reads=Signal.RECENT, n_query=9)
+    assert not known(reads=Signal.HITS, t="cells")

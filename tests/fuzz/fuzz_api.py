@@ -39,7 +39,7 @@ N_ROW = N_LAYER * N_HEAD_KV
 N_BATCH = 32
 N_SIGNAL = 7
 LARGEST = 2**31 - 1
-MOST = 2**40
+MAX_POSITION = 2**40
 """Positions in a stream are smaller than this."""
 BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
 
@@ -104,9 +104,10 @@ class Fuzz:
     def call(self):
         calls = [self.apply] * 10 + [self.decode] * 6
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
-        calls += [self.future, self.future, self.queries, self.lengths]
+        calls += [self.future, self.future, self.queries, self.value_norms]
         calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
-        archive = [self.push] * 4 + [self.base, self.keep, self.rewind] + [self.copy, self.copy]
+        archive = [self.push] * 4 + [self.base, self.rewind] + [self.copy, self.copy]
+        archive += [self.forget_tokens if self.maybe(0.2) else self.push]
         archive += [self.table, self.table, self.clusters, self.clusters, self.seal, self.seal]
         archive += [self.file, self.trace, self.attended]
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
@@ -118,7 +119,7 @@ class Fuzz:
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.n_draft = self.one_of(0, 3, 3, 8)
         params.n_future = self.one_of(0, 0, 1, 30)
-        params.log_n, params.ragged = self.maybe(0.2), ragged
+        params.logn, params.ragged = self.maybe(0.2), ragged
         if not ragged and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
@@ -193,8 +194,9 @@ class Fuzz:
             ("read_keys", lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
             ("apply", lib.llama_kvtool_apply(self.pointer, None)),
             ("read_future", lib.llama_kvtool_read_future(self.pointer, 1, 0, None, None, N_ROW, N_GROUP, 1)),
-            ("read_lengths", lib.llama_kvtool_read_lengths(self.pointer, None, N_ROW, 1)),
+            ("read_value_norms", lib.llama_kvtool_read_value_norms(self.pointer, None, N_ROW, 1)),
             ("get_queries", lib.llama_kvtool_get_queries(None, None, None)),
+            ("forget", lib.llama_kvtool_forget(None)),
         ):
             self.expect(name, status, False)
 
@@ -318,14 +320,14 @@ class Fuzz:
         np.testing.assert_array_equal(again, values)
         np.testing.assert_array_equal(again_pos, pos)
 
-    def lengths(self):
+    def value_norms(self):
         most = max(self.cells)
         n_cell = self.one_of(0, 1, 30, most, most + 1, -1)
         n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
         ok = n_row == N_ROW and 0 < n_cell <= most
         out = np.empty((N_ROW, max(n_cell, 0)), np.float32)
-        status = lib.llama_kvtool_read_lengths(self.pointer, out.ctypes.data, n_row, n_cell)
-        self.expect("read_lengths", status, ok)
+        status = lib.llama_kvtool_read_value_norms(self.pointer, out.ctypes.data, n_row, n_cell)
+        self.expect("read_value_norms", status, ok)
         assert not ok or not out[np.arange(n_cell) >= self.row_cells[:, None]].any()
 
     def decode(self):
@@ -455,7 +457,7 @@ class Fuzz:
         n_cell = self.cells[0] - self.n_recall
         cells = self.rng.integers(0, n_cell, self.one_of(0, 1, 16, 16, 16, 300)).astype(np.int32)
         begin, end = self.spans[0]
-        pos = end if self.size else self.one_of(0, 4, 255, 256, 1000, 2**31, MOST - 20)
+        pos = end if self.size else self.one_of(0, 4, 255, 256, 1000, 2**31, MAX_POSITION - 20)
         n, pointer, n_max = len(cells), cells.ctypes.data, self.one_of(1, 5, 256, 300, 10_000, 2**62)
         spoil = int(self.rng.integers(0, 20))
         if spoil == 0 and n:
@@ -465,11 +467,17 @@ class Fuzz:
         elif spoil == 2:
             pointer = None
         elif spoil == 3:
-            pos = self.one_of(-1, pos + 1, MOST, 2**62, -(2**62))
+            pos = self.one_of(-1, pos + 1, MAX_POSITION, 2**62, -(2**62))
         elif spoil == 4:
             n_max = self.one_of(0, -1, -(2**62))
         ok = n >= 0 and (n == 0 or (pointer is not None and bool(((cells >= 0) & (cells < n_cell)).all())))
-        ok = ok and 0 <= pos <= MOST - n and n_max > 0 and (not self.size or pos == end) and self.n_recall > 0
+        ok = (
+            ok
+            and 0 <= pos <= MAX_POSITION - n
+            and n_max > 0
+            and (not self.size or pos == end)
+            and self.n_recall > 0
+        )
         status = lib.llama_kvtool_archive(self.pointer, pointer, n, pos, n_max)
         self.expect("archive", status, ok)
         if ok and n:
@@ -478,30 +486,27 @@ class Fuzz:
         self.check_archive()
 
     def base(self):
-        base = self.one_of(0, 5, 300, 100_000, MOST - 1, MOST, -1, 2**62, -(2**62))
-        ok = 0 <= base < MOST and self.n_recall > 0
+        base = self.one_of(0, 5, 300, 100_000, MAX_POSITION - 1, MAX_POSITION, -1, 2**62, -(2**62))
+        ok = 0 <= base < MAX_POSITION and self.n_recall > 0
         self.expect("base", lib.llama_kvtool_base(self.pointer, base), ok)
 
-    def keep(self):
-        n = self.one_of(0, 1, 16, 100, 300, 1000, 2**62, -1, -(2**62))
-        ok = n >= 0 and self.n_recall > 0
-        self.expect("forget", lib.llama_kvtool_forget(self.pointer, n), ok)
-        forgets = ok and 0 < n < self.size
-        if ok and not n:
+    def forget_tokens(self):
+        ok = self.n_recall > 0
+        self.expect("forget", lib.llama_kvtool_forget(self.pointer), ok)
+        if ok:
             has_file = self.has_file
             self.forget_archive()
             self.has_file = has_file
-        elif forgets:
-            begin = self.spans[0][1] - n
-            self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
-            self.whole()
-        self.check_archive(trims=forgets)
+        self.check_archive()
 
     def rewind(self):
         (begin, last), n_cell = self.spans[0], self.cells[0] - self.n_recall
         end = int(self.rng.integers(begin, last + 1)) if self.maybe(0.5) else last
         cell, n = self.one_of(0, 0, 7, n_cell - 1), self.one_of(0, 1, 5, 40, end - begin)
-        base, coming = self.one_of(0, 5, 300, 100_000, MOST - 1), self.one_of(0, end, end + 70, MOST - 1)
+        base, coming = (
+            self.one_of(0, 5, 300, 100_000, MAX_POSITION - 1),
+            self.one_of(0, end, end + 70, MAX_POSITION - 1),
+        )
         spoil = int(self.rng.integers(0, 20))
         if spoil == 0:
             cell = self.one_of(-1, n_cell + 1, LARGEST)
@@ -510,9 +515,9 @@ class Fuzz:
         elif spoil == 2:
             end = self.one_of(-1, begin - 1, last + 1, 2**62, -(2**62))
         elif spoil == 3:
-            base, coming = self.one_of(-1, MOST, 2**62), self.one_of(0, -1, MOST)
+            base, coming = self.one_of(-1, MAX_POSITION, 2**62), self.one_of(0, -1, MAX_POSITION)
         ok = 0 <= cell <= n_cell - n and n >= 0 and begin + n <= end <= last and len(set(self.spans)) == 1
-        ok = ok and 0 <= base < MOST and 0 <= coming < MOST and self.n_recall > 0
+        ok = ok and 0 <= base < MAX_POSITION and 0 <= coming < MAX_POSITION and self.n_recall > 0
         status = lib.llama_kvtool_rewind(self.pointer, cell, n, end, base, coming)
         self.expect("rewind", status, ok)
         if ok:
@@ -529,7 +534,13 @@ class Fuzz:
         if self.maybe(0.2):
             begin, end = known
         if self.maybe(0.2):
-            wrong = ((end + 1, end), (-1, end), (known[0] - 1, end), (begin, known[1] + 1), (0, MOST + 1))
+            wrong = (
+                (end + 1, end),
+                (-1, end),
+                (known[0] - 1, end),
+                (begin, known[1] + 1),
+                (0, MAX_POSITION + 1),
+            )
             begin, end = wrong[self.rng.integers(len(wrong))]
         n_bytes = lib.llama_kvtool_get_archive(self.pointer, 0, None, 0, 1)
         n = max(n_bytes, 0) * max(min(end - begin, 20_000), 0)
@@ -544,7 +555,7 @@ class Fuzz:
         if self.maybe(0.3):
             shift = int(self.rng.integers(0, 2000))
             begin, end = begin + shift, end + shift
-        ok = may and begin >= 0 and end <= MOST
+        ok = may and begin >= 0 and end <= MAX_POSITION
         status = lib.llama_kvtool_set_archive(self.pointer, layer, None, None, 0, begin, end)
         self.expect("set_archive", status, ok)
         if end - begin <= 20_000 and self.maybe(0.3):
@@ -578,13 +589,13 @@ class Fuzz:
         if self.maybe(0.5) and len(table) == 3:
             table = np.concatenate((table, [self.one_of(0, table[0], table[1] + 1), 7]))
         if self.maybe(0.5):
-            table[self.rng.integers(len(table))] = self.one_of(*table, -1, 5, 2**62, -(2**62), MOST)
+            table[self.rng.integers(len(table))] = self.one_of(*table, -1, 5, 2**62, -(2**62), MAX_POSITION)
         begin, end, far = table[:3].tolist()
         first, base = table[3::2].tolist(), table[4::2].tolist()
         ok = self.n_recall > 0 and all(span == (begin, end) for span in self.spans) and 0 <= far <= end
         ok = ok and (begin == end or (bool(first) and first[0] <= begin))
         ok = ok and first == sorted({*first}) and all(0 <= at <= end for at in first)
-        ok = ok and all(0 <= at < MOST for at in base)
+        ok = ok and all(0 <= at < MAX_POSITION for at in base)
         pointer, n = table.ctypes.data, len(table)
         if self.maybe(0.1):
             wrong = [(None, n), *((pointer, other) for other in (0, -1, 4, 2))]
@@ -608,7 +619,10 @@ class Fuzz:
                 256 * int(n) for n in np.sort(self.rng.integers(-1, self.spans[0][1] // 256 + 2, 2))
             )
         if self.maybe(0.2):
-            begin, end = self.one_of(begin, -256, begin + 1, MOST), self.one_of(end, 2**62, end - 1, -(2**62))
+            begin, end = (
+                self.one_of(begin, -256, begin + 1, MAX_POSITION),
+                self.one_of(end, 2**62, end - 1, -(2**62)),
+            )
         least, most = (n // 256 * 256 for n in self.spans[0])
         may = self.n_recall > 0 and len(set(self.spans)) == 1
         may = may and begin % 256 == end % 256 == 0 and least <= begin <= end <= most
@@ -678,7 +692,7 @@ class Fuzz:
             "attended", lib.llama_kvtool_attended(self.pointer, pointer, attn.ctypes.data, n_row, n), ok
         )
         if ok and n:
-            assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
+            assert ((out == -1) | ((out >= 0) & (out < MAX_POSITION))).all()
             # a key's attention, at most 1, is summed over the step's tokens and the row's N_GROUP query heads
             assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 

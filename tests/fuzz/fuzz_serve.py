@@ -42,7 +42,7 @@ READ_TIMEOUT_S = 2
 N_FILE = 30
 """An idle server has fewer open files than this."""
 
-MOST_GROWTH = 1.25
+MAX_GROWTH = 1.25
 """Limit of the memory in the last quarter of a long run, as a multiple of the memory in the second quarter.
 
 The smallest values are compared, because large requests double the server's memory for a short time.
@@ -442,7 +442,7 @@ def main():
     for (name, status), count in sorted(counts.items()):
         print(f"{count:7} {name} {status or 'closed'}")
     print(f"memory {least[1]:.0f} -> {least[3]:.0f} MiB, {n_file} files")
-    if least[3] > MOST_GROWTH * least[1] or n_file >= N_FILE:
+    if least[3] > MAX_GROWTH * least[1] or n_file >= N_FILE:
         sys.exit("the server holds more than it did")
 
 

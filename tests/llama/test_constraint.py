@@ -19,7 +19,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.llama.constraint import Matcher, Vocabulary
-from kvtool.llama.gbnf import MOST, rules_of
+from kvtool.llama.gbnf import MAX_CHARACTERS, rules_of
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
@@ -192,7 +192,10 @@ def test_a_grammar_that_does_not_parse_says_why(grammar, words):
         ("", "the grammar is empty"),
         (" \n", "the grammar is empty"),
         ("root ::= [\ud800]", "the grammar is not Unicode: character 10 is half of a pair"),
-        ("root ::= [a]" + " " * MOST, "the grammar has 262,156 characters; at most 262,144 are taken"),
+        (
+            "root ::= [a]" + " " * MAX_CHARACTERS,
+            "the grammar has 262,156 characters; at most 262,144 are taken",
+        ),
     ],
 )
 def test_unusable_grammars_are_refused_with_one_line(grammar, words):

@@ -104,7 +104,7 @@ class Cache:
         self.future_mean, self.future_variance = (
             (self.rng.integers(low, self.n_value, shape) / 4).astype(np.float32) for low in (-self.n_value, 0)
         )
-        self.lengths = (self.rng.integers(0, 2 * self.n_value, shape[::2]) / 8).astype(np.float32)
+        self.value_norms = (self.rng.integers(0, 2 * self.n_value, shape[::2]) / 8).astype(np.float32)
 
     def _record(self, attention, seen, steps):
         """Add the new tokens to `rows`, and update the record of every token."""
@@ -132,7 +132,7 @@ class Cache:
                     token["future"] = list(
                         zip(self.future_mean[at].tolist(), self.future_variance[at].tolist(), strict=True)
                     )
-                    token["length"] = float(self.lengths[at])
+                    token["value_norm"] = float(self.value_norms[at])
                 token["seen"] += [
                     (int(t), received[:, i].tolist())
                     for i, (step, t) in enumerate(zip(steps, seen, strict=True))
@@ -159,7 +159,7 @@ class Cache:
             if self.reads_future:
                 for name in ("future_mean", "future_variance"):
                     setattr(self, name, np.take_along_axis(getattr(self, name), order[:, None], axis=2))
-                self.lengths = np.take_along_axis(self.lengths, order, axis=1)
+                self.value_norms = np.take_along_axis(self.value_norms, order, axis=1)
 
     def view(self, pinned=0, held=0):
         """Return the policy's view, with only the signals that it reads."""
@@ -171,7 +171,7 @@ class Cache:
         if self.reads_future:
             signals |= {name: getattr(self, name) for name in ("future_mean", "future_variance")}
         if Signal.VALUE_NORMS in self.policy.reads:
-            signals["value_norms"] = self.lengths
+            signals["value_norms"] = self.value_norms
         if self.policy.reads & (Signal.HITS | Signal.FUTURE):
             signals["n_head"] = np.full(len(self.rows), self.group, np.int32)
         return View(

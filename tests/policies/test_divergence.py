@@ -211,20 +211,20 @@ def test_least_recently_used_references_are_deleted_first(monkeypatch):
         then = time.time() - age
         os.utime(path, (then, then))
     size = paths[0].stat().st_size
-    monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
+    monkeypatch.setattr(divergence, "MAX_BYTES", 3 * size)
     # paths[1] is the oldest file, but it was read just now. Therefore paths[2] is deleted
     divergence.ReferenceReader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]
     # the newest file stays, whatever its size
-    monkeypatch.setattr(divergence, "MOST_BYTES", 1)
+    monkeypatch.setattr(divergence, "MAX_BYTES", 1)
     paths[0].unlink()
     write(paths[0])
     assert [path.exists() for path in paths] == [True, False, False, False]
 
 
 def test_references_of_too_long_texts_do_not_fit(monkeypatch):
-    monkeypatch.setattr(divergence, "MOST_BYTES", 50 * divergence._row(300).itemsize)
+    monkeypatch.setattr(divergence, "MAX_BYTES", 50 * divergence._row(300).itemsize)
     assert divergence.fits(50, 300)
     assert not divergence.fits(51, 300)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-N_CLUSTER, N_ROUND, N_APART, MOST_VARIANCE = 16, 5, 5, 16.0
+N_CLUSTER, N_ROUND, N_APART, MAX_VARIANCE = 16, 5, 5, 16.0
 
 
 def kmeans(x):
@@ -69,7 +69,7 @@ class Clusters:
         ]
         shares = np.mean([block / block.sum() for block in blocks], axis=0)
         variances = [(query**2 @ shares) * spread for query, spread in zip(queries, spreads, strict=True)]
-        return np.minimum(np.stack(variances, axis=-1), MOST_VARIANCE) / 2
+        return np.minimum(np.stack(variances, axis=-1), MAX_VARIANCE) / 2
 
     def attend(self, of, logits, gains, values, n_tokens):
         """Return logits f64[..., m] and values f64[m, d] that a step of n_tokens attends to.

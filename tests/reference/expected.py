@@ -38,7 +38,7 @@ def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
             shares = [total + weight for total, weight in zip(shares, softmax(logits), strict=True)]
         for token, share in zip(behind, shares, strict=True):
             share /= len(token["future"])
-            score[token["pos"]] = np.float32((share + epsilon) * token["length"] if lengths else share)
+            score[token["pos"]] = np.float32((share + epsilon) * token["value_norm"] if lengths else share)
         scores.append(score)
     return keep_ranked(scores, ends(sinks=sinks, **how))
 

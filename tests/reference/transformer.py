@@ -145,7 +145,7 @@ class Stream:
     n_block: if set, blocks of n_block tokens become far as a whole. In row i of n rows, a block becomes far
     i * (n_block // 4) // n tokens later.
     exact: number of tokens in clusters that a one-token step attends to exactly; None without clusters.
-    future: (n_query, n_future, n_skip) of a policy that reads `future` and `length` in records, or None.
+    future: (n_query, n_future, n_skip) of a policy that reads `future` and `value_norm` in records, or None.
     """
 
     def __init__(
@@ -245,11 +245,11 @@ class Stream:
         return records
 
     def _look_ahead(self, layer, row, records):
-        """Add `future` and `length` to the records.
+        """Add `future` and `value_norm` to the records.
 
         The logit of a query for an entry is the mean of the logits that the query would have at the stream's
         next n_future positions. future: for each head, the mean and the variance of this logit over the last
-        queries. length: norm of the value, or 1 if values are a part of the keys.
+        queries. value_norm: norm of the value, or 1 if values are a part of the keys.
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
@@ -262,9 +262,9 @@ class Stream:
         # [query, head, entry]
         logits = queries @ keys.mT * model.scale
         future = np.stack((logits.mean(axis=0), logits.var(axis=0)), axis=-1).swapaxes(0, 1)
-        lengths = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
-        for record, moments, length in zip(records, future.tolist(), lengths.tolist(), strict=True):
-            record |= {"future": moments, "length": length}
+        norms = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
+        for record, moments, norm in zip(records, future.tolist(), norms.tolist(), strict=True):
+            record |= {"future": moments, "value_norm": norm}
 
     def attend(self, layer, query, key=None, value=None):
         """Attend with queries c128[n_head, n_tokens, head_dim / 2]. Return f64[n_head, n_tokens, value_dim].

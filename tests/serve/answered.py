@@ -25,9 +25,9 @@ def checked(body, api="chat", defaults=None):
     """Check the body of a request. `api` is "chat", "messages" or "responses"."""
     defaults = defaults or Defaults()
     if api == "chat":
-        return requests.chat(body, defaults)
+        return requests.check_chat(body, defaults)
     body, places = {"messages": anthropic, "responses": responses}[api].as_chat(body)
-    return requests.chat(body, defaults, places=places)
+    return requests.check_chat(body, defaults, places=places)
 
 
 class Answering:

@@ -103,7 +103,7 @@ def here(model, **options):
     raw = {"model": str(model), "threads": 1, "checkpoints": "0", **options}
     run, generation = ChatOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
-    opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), None, 2**32)
+    opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), 2**32)
     ready, pools, failed = threading.Event(), [], []
 
     def work():

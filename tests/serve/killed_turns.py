@@ -64,23 +64,23 @@ class SlotServer:
     def ask(self, messages):
         """Return (reply, number of cached tokens, number of tokens that the chat has now)."""
         events = []
-        self._answer(messages, lambda job, kind, **values: events.append(values))
+        self._answer(messages, lambda job, event: events.append(event))
         end = events[-1]
-        assert "unsaved" not in end["held"], end["held"]["unsaved"]
-        return end["message"]["content"], end["n_cached"], end["held"]["tokens"]
+        assert "unsaved" not in end["kvtool"], end["kvtool"]["unsaved"]
+        return end["message"]["content"], end["n_cached"], end["kvtool"]["tokens"]
 
     def leave(self, messages, n_least):
         """Ask, and disconnect when n_least tokens of the prompt have been read."""
 
-        def emit(job, kind, n_read, n_all, **values):
-            assert n_all > n_least
-            job.is_cancelled = n_read >= n_least
+        def emit(job, event):
+            assert event["n_all"] > n_least
+            job.is_cancelled = event["n_read"] >= n_least
 
         self._answer(messages, emit)
 
     def _answer(self, messages, emit):
         body = {"messages": messages, "max_tokens": 8, "temperature": 0}
-        job = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
+        job = SimpleNamespace(request=requests.check_chat(body, Defaults()), is_cancelled=False)
         job.emit = partial(emit, job)
         self.slot.answer(job)
 

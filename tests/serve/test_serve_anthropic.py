@@ -254,7 +254,7 @@ def test_errors_have_anthropics_format_and_status(capsys):
         (403, "permission_error", "/v1/messages", {"limits": Limits(names=frozenset()), "headers": evil}),
         (404, "not_found_error", "/v1/messages/batches", {}),
         (405, "invalid_request_error", "/v1/messages", {"method": "GET"}),
-        (413, "request_too_large", "/v1/messages", {"limits": Limits(most_bytes=9)}),
+        (413, "request_too_large", "/v1/messages", {"limits": Limits(max_bytes=9)}),
         (429, "rate_limit_error", "/v1/messages", {}),
         (500, "api_error", count, {"count": broken}),
         (529, "overloaded_error", "/v1/messages", {"is_loaded": False}),
@@ -274,6 +274,23 @@ def test_errors_have_anthropics_format_and_status(capsys):
     assert sent("/v1/models", method="GET", headers=version, limits=Limits(("key",)))[0] == 401
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": "x, {}", "b": [1, {"c": null}]}', {"a": "x, {}", "b": [1, {"c": None}]}),
+        ("{", {}),
+        ('{"a": "x, ', {}),
+        ('{"a": "x", "b', {"a": "x"}),
+        ('{"a": "x\\', {}),
+        ('{"a": "\\"", "b": ["{", 12', {"a": '"', "b": ["{"]}),
+        ('{"a": [1, {"b": tr', {"a": [1, {}]}),
+        ('{"a": [1, {}, 2], "b', {"a": [1, {}, 2]}),
+    ],
+)
+def test_input_of_a_call_that_a_limit_cuts_has_its_complete_members(text, expected):
+    assert anthropic._input(text) == expected
+
+
 def test_stream_sends_its_events_in_order(monkeypatch):
     monkeypatch.setattr(app, "PING_S", 0.05)
     counts = {"n_prompt": 30, "n_cached": 10}
@@ -290,17 +307,17 @@ def test_stream_sends_its_events_in_order(monkeypatch):
 
     def engine(job, fails=False):
         a_while()
-        job.counts = counts
+        job.prompt_counts = counts
         a_while()
-        job.emit("read", **counts)
-        job.emit("piece", deltas=deltas, listed=[])
+        job.emit({"kind": "read"})
+        job.emit({"kind": "piece", "deltas": deltas})
         # pieces without deltas send no event to the client, so the server must send pings in this time
-        a_while(lambda: job.emit("piece", deltas=[], listed=[]))
+        a_while(lambda: job.emit({"kind": "piece", "deltas": []}))
         if fails:
-            job.emit("error", error=ApiError("stopped", status=503))
+            job.emit({"kind": "error", "error": ApiError("stopped", status=503)})
         else:
-            end = {"finish": "tool_calls", "stopped_by": "", "held": {}, "read_s": 1, "write_s": 1}
-            job.emit("end", message={}, n_written=7, **end, **counts)
+            end = {"finish": "tool_calls", "stopped_by": "", "kvtool": {}, "read_s": 1, "write_s": 1}
+            job.emit({"kind": "end", "message": {}, "n_written": 7, **end, **counts})
 
     def streamed(engine):
         body = ASKED | {"stream": True, "system": [text("Be.")]}

@@ -242,15 +242,15 @@ def check_prompts(model, n_batch=1, **options):
         rest, counts = continued(server, longer)
         assert counts[:2] == (len(longer), n + n_written)
         # go back to the first prompt
-        assert slot.n_shared(requests.text({"prompt": PROMPT}, Defaults())) == n_same
+        assert slot.n_shared(requests.check_text({"prompt": PROMPT}, Defaults())) == n_same
         assert continued(server, PROMPT) == (text, (n, n_same, n_written))
         assert continued(server, PROMPT, cache_prompt=False) == (text, (n, 0, n_written))
         # a prompt is read again if its tokens are scored
         assert continued(server, PROMPT, echo=True, logprobs=0)[1] == (n, 0, n_written)
         for more in ({"cache_prompt": False}, {"echo": True, "logprobs": 0}):
-            assert slot.n_shared(requests.text({"prompt": PROMPT, **more}, Defaults())) == 0
+            assert slot.n_shared(requests.check_text({"prompt": PROMPT, **more}, Defaults())) == 0
         # an error is left to the answer
-        assert slot.n_shared(requests.text({"prompt": ""}, Defaults())) == 0
+        assert slot.n_shared(requests.check_text({"prompt": ""}, Defaults())) == 0
     return longer, rest
 
 

@@ -175,6 +175,26 @@ def test_incomplete_call_is_text(format, text, calls):
 
 
 @each_format
+def test_forced_call_that_a_limit_cuts_keeps_the_beginning_of_its_arguments(format):
+    def events(text, is_cut):
+        parser = Parser(format, TOOLS, "call")
+        return [*parser.feed(text), *parser.end(is_cut=is_cut)], parser.has_left_out
+
+    whole = json.dumps(TRICKY[1], ensure_ascii=False)
+    for written in (format, HERMES):
+        text, starts = written.written([TRICKY]), set()
+        for n in range(len(text)):
+            if events(text[:n], False) == ([], True):
+                calls, has_left_out = events(text[:n], True)
+                assert has_left_out
+                assert all(whole.startswith(call.arguments) and call.name == TRICKY[0] for call in calls)
+                starts |= {call.arguments for call in calls}
+        # if the syntax of the arguments is not JSON, no part of the call is kept
+        is_json = written.parameters is None
+        assert starts >= {whole[:n] for n in range(1, len(whole))} if is_json else not starts
+
+
+@each_format
 def test_call_is_found_after_a_tag_that_opens_no_call(format):
     text, calls = WRITTEN[format.name]["one"]
     if format is LLAMA:

@@ -101,7 +101,7 @@ def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, 
     with closing(Model(sliding)) as model:
         server = SlotServer(model, "recall", folder)
         store = server.slot.chats
-        store.most_bytes = 10**9
+        store.max_bytes = 10**9
         for i in range(2):
             messages = [message("user", f"{i}: " + "Waves come and go. " * 60)]
             messages += [message("assistant", server.ask(messages)[0]), message("user", "Why?")]
@@ -113,7 +113,7 @@ def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, 
         assert len(store) == 2
         assert store.n_bytes == again.n_bytes == size
         kept = store.chats[-1]
-        store.most_bytes = size - 1
+        store.max_bytes = size - 1
         store._shrink(keep=kept)
         assert store.chats == [kept]
         assert store.n_bytes == n_bytes()
@@ -123,7 +123,7 @@ def test_prompt_of_a_disconnected_client_is_continued(sliding, tmp_path):
     messages = [message("user", "Waves come and go. " * 60)]
     with closing(Model(sliding)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
-        server.slot.chats.most_bytes = 10**9
+        server.slot.chats.max_bytes = 10**9
         server.leave(messages, 512)
         reply, n_cached, _ = server.ask(messages)
         assert 512 <= n_cached < 1000

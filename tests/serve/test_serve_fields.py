@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from kvtool.llama.sampling import MOST
+from kvtool.llama.sampling import MAX_LOOK_BACK
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError, ClientPlaces
 from kvtool.serve.api.fields import HARMLESS, INERT, NEUTRAL
@@ -98,11 +98,11 @@ def test_field_names_of_other_servers_are_understood():
     # llama-server's field, repeat_penalty, has priority
     both = chat(repetition_penalty=1.0, repeat_penalty=1.2)
     assert both.sampling.repeat_penalty == 1.2
-    assert chat(repeat_last_n=-1).sampling.repeat_last_n == MOST
+    assert chat(repeat_last_n=-1).sampling.repeat_last_n == MAX_LOOK_BACK
     assert chat(dry_sequence_breakers=["\n", "none"]).sampling.dry_sequence_breaker == ("\n",)
     assert chat(ignore_eos=True).ignores_end
     assert chat(ban_eos_token=True).ignores_end
-    assert requests.text({"prompt": "x", "logprobs": False}, Defaults()).logprobs is None
+    assert requests.check_text({"prompt": "x", "logprobs": False}, Defaults()).logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_unknown_fields_are_listed_as_ignored():
     assert chat(frobnicate=1, verbosity="low", user="x").ignored == ["frobnicate", "verbosity"]
     response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
     assert response.ignored == ["frobnicate", "text.verbosity"]
-    assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MOST_IGNORED
+    assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MAX_IGNORED
 
 
 def test_fields_without_effect_are_listed_if_they_ask_for_something():

@@ -111,12 +111,12 @@ def test_stream_sends_pings_while_a_long_prompt_is_read(monkeypatch):
         async def read():
             # the engine's `reading` events must not delay the pings
             for n in itertools.count():
-                job.emit("reading", n_read=n, n_all=10**9)
+                job.emit({"kind": "reading", "n_read": n, "n_all": 10**9})
                 await asyncio.sleep(0.02)
                 if len(events) == 2:
                     break
-            job.emit("read")
-            job.emit("piece", text="a")
+            job.emit({"kind": "read"})
+            job.emit({"kind": "piece", "text": "a"})
 
         reading = asyncio.ensure_future(read())
         while not events or events[-1] is None:

@@ -55,15 +55,15 @@ class Asked:
             "logit_bias": {"2": -100},
             **more,
         }
-        self.request = requests.chat(body, Defaults())
+        self.request = requests.check_chat(body, Defaults())
         self.client = str(next(NUMBER))
-        self.counts, self.is_cancelled = None, False
+        self.prompt_counts, self.is_cancelled = None, False
         self.events, self._seen, self._is_over = [], seen, threading.Event()
 
-    def emit(self, kind, **what):
-        self.events.append({"kind": kind, **what})
-        self._seen(kind)
-        if kind in ("end", "error"):
+    def emit(self, event):
+        self.events.append(event)
+        self._seen(event["kind"])
+        if event["kind"] in ("end", "error"):
             self._is_over.set()
 
     def cancel(self):
@@ -236,7 +236,7 @@ def test_alternating_chats_stay_in_their_slots(talker, tmp_path, one_step):
             chats = [question(0), question(1)]
             for _ in range(2):
                 for i in (1, 0):
-                    n = jobs[i].last["held"]["tokens"]
+                    n = jobs[i].last["kvtool"]["tokens"]
                     chats[i] += [message("assistant", jobs[i].text), *question(i)]
                     jobs[i] = server.put(chats[i])
                     assert n <= jobs[i].last["n_cached"] < n + 16
@@ -316,13 +316,13 @@ def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
 def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, policy):
     with served(talker, policy, tmp_path) as server:
         start = server.put(question(0))
-        chat, n = [*question(0), message("assistant", start.text)], start.last["held"]["tokens"]
+        chat, n = [*question(0), message("assistant", start.text)], start.last["kvtool"]["tokens"]
         jobs = ask_both(server, [*chat, *question(1)], [*chat, *question(2)])
         for job in jobs:
             assert n <= job.last["n_cached"] < n + 16
         # both chats were stored, whichever ended first
         for i, job in enumerate(jobs, 1):
-            n = job.last["held"]["tokens"]
+            n = job.last["kvtool"]["tokens"]
             next_one = server.put([*chat, *question(i), message("assistant", job.text), *question(3)])
             assert n <= next_one.last["n_cached"] < n + 16
         # a chat is also stored if two requests ask the same question at the same time
@@ -330,7 +330,7 @@ def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, p
         assert both[0].text == both[1].text
         for _ in range(3):
             after = server.put([*chat, *question(4), message("assistant", both[0].text), *question(5)])
-            assert after.last["n_cached"] >= both[0].last["held"]["tokens"]
+            assert after.last["n_cached"] >= both[0].last["kvtool"]["tokens"]
         # While the first request continues a chat, the second request repeats the chat's first question. The
         # server stores this shorter chat again, and must also keep the longer chat.
         start = server.put(question(6))
@@ -338,7 +338,7 @@ def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, p
         first, again = ask_both(server, chat, question(6), n_max=200)
         assert again.text == start.text
         after = server.put([*chat, message("assistant", first.text), *question(8)])
-        assert after.last["n_cached"] >= first.last["held"]["tokens"]
+        assert after.last["n_cached"] >= first.last["kvtool"]["tokens"]
 
 
 def has_two_free_slots(server):

@@ -142,7 +142,7 @@ def test_request_overrides_the_servers_effort_and_may_lower_its_budget():
 def test_budget_of_0_turns_thinking_off_and_is_named_in_remarks(serve, fields, name):
     checked = wish(**fields)
     assert (checked.effort, checked.name, checked.budget) == ("off", name, 0)
-    (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["held"]["remarks"]
+    (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["kvtool"]["remarks"]
     assert remark.startswith(f"{name}: the model's chat template cannot switch thinking off")
 
 
@@ -172,7 +172,7 @@ def test_reply_has_no_thought_if_the_request_turns_thinking_off(serve, api, more
     assert serve.prompt.endswith(f"assistant\n{EMPTY}")
     # the stored chat has the reply without the empty thought
     assert serve.text.endswith("assistant\nYes.")
-    assert "remarks" not in end["held"]
+    assert "remarks" not in end["kvtool"]
     # the next request does not turn thinking off, so the model thinks again
     end = serve(USER, "Hm.\n</think>\n\nYes.", api)
     assert end["message"]["reasoning_content"] == "Hm.\n"
@@ -211,7 +211,7 @@ def test_efforts_and_template_variables_reach_the_template(serve, api, more, sho
     ],
 )
 def test_answer_remarks_fields_that_the_template_does_not_support(serve, source, api, more, remark):
-    (actual,) = serve(source)(USER, "Yes.", api, **more)["held"]["remarks"]
+    (actual,) = serve(source)(USER, "Yes.", api, **more)["kvtool"]["remarks"]
     assert actual.startswith(remark.replace("#", "the model's chat template"))
 
 
@@ -238,7 +238,7 @@ def test_chat_continues_from_the_cache_if_effort_changes_only_the_header(serve, 
         more = {"chat_template_kwargs": {"enable_thinking": False}} if off else {}
         end = serve(chat, f"It is {turn}." if off else f"</think>It is {turn}.", **more)
         assert end["n_cached"] == n_before
-        n_before = end["held"]["tokens"]
+        n_before = end["kvtool"]["tokens"]
         chat += [end["message"], {"role": "user", "content": "And?"}]
 
 
@@ -250,7 +250,7 @@ def test_chat_is_read_again_if_effort_changes_its_beginning(serve, policy):
     end = serve(chat, "</think>Yes.", reasoning_effort="high")
     assert end["n_cached"] == 0
     assert serve.text.startswith("high none")
-    n = end["held"]["tokens"]
+    n = end["kvtool"]["tokens"]
     chat += [end["message"], {"role": "user", "content": "And?"}]
     assert serve(chat, "</think>Yes.", reasoning_effort="high")["n_cached"] == n
 
@@ -454,7 +454,7 @@ def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, op
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
         # between tool calls, the thoughts stay in the prompt, so nothing is read again
         for before, event in itertools.pairwise(events[:3]):
-            assert event["n_cached"] == before["held"]["tokens"]
+            assert event["n_cached"] == before["kvtool"]["tokens"]
         # At the user's next message, the template drops the thoughts. The server reads again everything
         # after the start of the first thought.
         n_least = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
@@ -465,7 +465,7 @@ def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, op
         # server stores replies without thoughts.
         _, events = zip(*agent(serve, bool(opening), False), strict=True)
         for before, event in itertools.pairwise(events[1:4]):
-            assert event["n_cached"] == before["held"]["tokens"]
+            assert event["n_cached"] == before["kvtool"]["tokens"]
 
 
 THOUGHTS = {
@@ -502,7 +502,7 @@ def test_stored_thought_stays_if_the_client_does_not_send_it_back(serve):
     serve = serve(KEEPS.replace("%OPEN%", "<think>\n"))
     end = serve(USER, "Hm.\n</think>\n\nYes.")
     reply = {"role": "assistant", "content": end["message"]["content"]}
-    assert serve([*USER, reply, *USER], "</think>\n\nYes.")["n_cached"] == end["held"]["tokens"]
+    assert serve([*USER, reply, *USER], "</think>\n\nYes.")["n_cached"] == end["kvtool"]["tokens"]
 
 
 def test_reasoning_items_belong_to_the_reply_that_follows(serve):

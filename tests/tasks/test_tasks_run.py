@@ -482,7 +482,9 @@ def test_cut_prompt_is_announced_before_it_is_read(tiny_chat, monkeypatch):
     monkeypatch.setattr("kvtool.cli.eval.say", lambda *lines: written.extend(filter(None, lines)))
     options = ("--max-prompt", 300, "-b", 64, "--policy", "tova", "--budget", 128, "--limit", 2)
     evaluate(tiny_chat, "qa", *options)
-    assert written == ["a prompt does not fit in 300 tokens (--max-prompt): its middle is cut out"]
+    before, after = written
+    assert before == "a prompt does not fit in 300 tokens (--max-prompt): its middle is cut out"
+    assert after == "1 of 2 prompts were too long; their middle was cut out"
     done, label, n_written = steps[0]
     assert (done, n_written) == (0, 1)
     assert re.fullmatch("qa, reading 0 of [23][0-9]{2} tokens", label)

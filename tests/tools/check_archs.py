@@ -207,7 +207,7 @@ def ragged(path: Path) -> str:
 
 def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **how: bool) -> np.ndarray:
     """Return the logits f32[n_more, n_vocab] after n tokens and an edit."""
-    request = SignalRequest(signals=Signal.ATTENTION) if not how else SignalRequest()
+    request = SignalRequest(reads=Signal.ATTENTION) if not how else SignalRequest()
     settings = {"n_output": N_BATCH, **EXACT, **how}
     with closing(Model(path)) as model, closing(Context(model, 256, N_BATCH, request, **settings)) as context:
         tokens = text(n + n_more, n_vocab=model.n_vocab)

@@ -74,7 +74,7 @@ PLANTED = {
     "policies, budgets": Fault(
         "the budget that an error names is too small for the model",
         "kvtool/policies/__init__.py",
-        "smallest = self._smallest_budget(budget, on=on)",
+        "smallest = self._smallest_budget(budget, adapt=adapt)",
         "smallest = self._smallest_budget(budget)",
         ("cli/test_smallest_budgets.py",),
     ),
@@ -88,8 +88,8 @@ PLANTED = {
     "chats, loops": Fault(
         "a matrix of zeros counts as a loop",
         "kvtool/chats/loops.py",
-        "np.where(self._n_sign < _BLOCKS, LEAST_TOKENS, LEAST_SIGNS)",
-        "LEAST_TOKENS",
+        "np.where(self._n_sign < _BLOCKS, MIN_TOKENS, MIN_SIGNS)",
+        "MIN_TOKENS",
         ("chats/test_loops.py",),
     ),
     "runs, models that fit": Fault(
@@ -172,7 +172,7 @@ PLANTED = {
     "serve, variables": Fault(
         "chats under variables that change their beginning are the same",
         "kvtool/serve/store/history.py",
-        "self.digests = [_digest(past.encode(), tools or [])]",
+        "self.digests = [_digest(variables_key.encode(), tools or [])]",
         'self.digests = [_digest(b"", tools or [])]',
         ("serve/test_serve_thinking.py",),
     ),

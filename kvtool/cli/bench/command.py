@@ -13,7 +13,7 @@ from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
 from kvtool.errors import LibraryError, UsageError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
 
 _POLICIES = "recall", "h2o"
-_LEAST, _MOST = 32, 2**24
+_MIN_DEPTH, _MAX_DEPTH = 32, 2**24
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _BenchOptions(Options):
         "512,8k,32k",
         "Lengths of the stream before a measurement, in tokens, separated by commas; 8k is 8,192.",
     )
-    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", least=1)
+    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", minimum=1)
     seconds: float = option(
         "--seconds S",
         6.0,
@@ -72,8 +72,8 @@ class _BenchOptions(Options):
             n = int(match[1]) * (1024 if match[2] else 1) if match else None
             if n is None:
                 raise UsageError(f"--depths takes numbers of tokens, such as 512,8k, got {part!r}")
-            if not _LEAST <= n <= _MOST:
-                raise UsageError(f"a depth of --depths must be in {_LEAST}..{_MOST}, got {n}")
+            if not _MIN_DEPTH <= n <= _MAX_DEPTH:
+                raise UsageError(f"a depth of --depths must be in {_MIN_DEPTH}..{_MAX_DEPTH}, got {n}")
             depths.append(n)
         if not depths:
             raise UsageError("--depths names no depth; give some, such as 512,8k")
@@ -93,16 +93,13 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     output.check_picture(args.plot)
 
     from kvtool.config import archive
-    from kvtool.config.model import find_model, loaded_model
-    from kvtool.config.notes import within_context
+    from kvtool.config.model import loaded_model
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
     old = measure.earlier(args.compare.expanduser()) if args.compare else None
-    info = find_model(run.model, locate)
+    run, info, _ = locate_model(run)
     path = info.path
-    run, _, limits = within_context(run, info.n_ctx_train)
-    say(*limits)
 
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine

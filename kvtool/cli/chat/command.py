@@ -16,7 +16,7 @@ from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.model_advice import base_model
 from kvtool.cli.output import check_apart
-from kvtool.cli.writing import of_model, open_writer, why_empty, with_thinking
+from kvtool.cli.writing import end_note, of_model, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions
 from kvtool.config.system import SystemOptions
@@ -143,12 +143,7 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             sys.stdout.flush()
         if writer.stop:
             raise KeyboardInterrupt
-        if writer.loop:
-            say(generation.looped(writer.loop.n_block, writer.loop.n_times))
-        elif is_empty and (why := why_empty(writer, "reply")):
-            say(why)
-        elif writer.is_cut:
-            say(generation.cut(writer.n_written))
+        say(end_note(writer, generation, "reply", is_empty=is_empty))
         # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
 

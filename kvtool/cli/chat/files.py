@@ -337,7 +337,7 @@ def resumed(run: RunOptions, saved: Meta) -> RunOptions:
     """
     is_typed, run = "options" in run.typed, run.resumed(saved["options"])
     kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
-    if run.budget is None and kind.recalls():
+    if run.budget is None and kind.has_recall():
         # use the session's budget, because earlier versions of kvtool had another default budget
         run = replace(run, budget=str(parameters["budget"]))
     stored = saved["fixed"].get("archive_type")

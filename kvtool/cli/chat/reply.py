@@ -17,7 +17,7 @@ from kvtool.cli.chat.markdown import ReplyStream
 _EVERY_S = 1 / 12
 """Minimum time between two updates of the thought on the screen, in seconds."""
 
-_MOST_LINES = 8
+_MAX_LINES = 8
 """While the model thinks, at most this many of the newest lines of its thought are shown."""
 
 
@@ -86,7 +86,7 @@ class ReplyView:
     def _newest(self) -> Text:
         if self._hides:
             return Text("thinking", style="dim")
-        n = max(min(_MOST_LINES, self._console.height // 2), 1)
+        n = max(min(_MAX_LINES, self._console.height // 2), 1)
         # wrap only the end of the thought: as many characters as n lines of the terminal can show
         end = self.thought[-n * self._console.width :].strip()
         lines = Text(end, style="dim").wrap(self._console, self._console.width)

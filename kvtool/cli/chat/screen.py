@@ -17,7 +17,7 @@ from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
-from kvtool.cli.writing import why_empty
+from kvtool.cli.writing import end_note
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
 from kvtool.units import format_bytes, format_tokens
@@ -170,13 +170,15 @@ class Terminal:
                 return
             if writer.stop:
                 self.note("stopped")
-            elif writer.loop:
-                generation = self.files.generation
-                self.note(generation.looped(writer.loop.n_block, writer.loop.n_times, "/set stop_loops off"))
-            elif self._is_empty and (why := why_empty(writer, "reply", thought=bool(self.thought))):
+            elif why := end_note(
+                writer,
+                self.files.generation,
+                "reply",
+                is_empty=self._is_empty,
+                thought=bool(self.thought),
+                in_terminal=True,
+            ):
                 self.note(why)
-            elif writer.is_cut:
-                self.note(f"stopped after {format_tokens(writer.n_written)} (-n); /set n changes the limit")
             self.saved()
             self.note(self.status())
 
@@ -229,12 +231,12 @@ class Terminal:
         def show(done: int, n: int) -> None:
             line.update(stopping if writer.stop else Text(progress.line(done, n)))
 
-        with self.console.status(Text("reading")) as line, interrupt.notifying(lambda: line.update(stopping)):
-            writer.while_reading = show
-            try:
-                return self.conversation.read_turn(text)
-            finally:
-                writer.while_reading = lambda done, n: None
+        with (
+            self.console.status(Text("reading")) as line,
+            interrupt.notifying(lambda: line.update(stopping)),
+            writer.showing(show),
+        ):
+            return self.conversation.read_turn(text)
 
     def _answer(self, again: bool) -> None:
         """Show the reply while the model writes it. If the terminal is closed meanwhile, save the reply."""

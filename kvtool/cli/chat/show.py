@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtool.cli.console import table
@@ -89,31 +88,13 @@ def stats(terminal: Terminal) -> None:
     if writer.n_drafted:
         right = f"{writer.n_accepted:,} of {writer.n_drafted:,} draft tokens"
         rows["accepted"] = f"{right} (--draft)"
-    _table(terminal, rows)
+    two_columns(terminal, rows)
 
 
 def _renumbered(engine: Engine) -> str:
     """Return a note if cached tokens got new positions, because the chat exceeded the context. Else ""."""
     n = engine.n_restart
     return f"; the chat went beyond it, and positions were assigned again {n:,} times" if n else ""
-
-
-def help(terminal: Terminal, topic: str) -> None:
-    """Show help on all commands, on one command, or on typing and files ("more").
-
-    topic: a command, "more", or "" for all commands. Raises UsageError for any other text.
-    """
-    name = f"/{topic.removeprefix('/').lower()}"
-    of_one = {usage: text for usage, text in HELP.items() if name in re.findall(r"/[\w?-]+", usage)}
-    if topic in MORE:
-        texts: Sequence[str] = NOTES
-    elif topic and not of_one:
-        raise UsageError(f"/help takes a command or `{MORE[0]}`; there is no command {topic}")
-    else:
-        _table(terminal, of_one if topic else HELP, dim=False)
-        texts = () if topic else (KEYS,)
-    for text in texts:
-        terminal.console.print(text)
 
 
 def show(terminal: Terminal, name: str) -> None:
@@ -150,15 +131,15 @@ def settings(terminal: Terminal) -> None:
     names = [
         name
         for name in declared(GenerationOptions)
-        if name in _MOST or getattr(generation, name) != getattr(default, name)
+        if name in _COMMON or getattr(generation, name) != getattr(default, name)
     ]
-    _table(terminal, {name: setting(terminal, name) for name in names})
+    two_columns(terminal, {name: setting(terminal, name) for name in names})
     terminal.note(f"/show settings shows all {len(declared(GenerationOptions))}")
 
 
 SHOWN: dict[str, Callable[[Terminal], None]] = {
     "system": lambda on: system(on),
-    "settings": lambda on: _table(on, {name: setting(on, name) for name in declared(GenerationOptions)}),
+    "settings": lambda on: two_columns(on, {name: setting(on, name) for name in declared(GenerationOptions)}),
     "template": lambda on: on.console.print(on.conversation.template.source),
     "policy": lambda on: on.console.print(policy_line(on.engine, on.policy)),
     "thought": lambda on: on.note(on.thought.strip() or "the last reply has no thought"),
@@ -167,44 +148,12 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
 """Words that a user can type after /show, each with the function that /show calls."""
 
 
-_MOST = ("n", "temp", "top_k", "top_p", "min_p", "seed")
+_COMMON = ("n", "temp", "top_k", "top_p", "min_p", "seed")
 """Settings that /set without a name always shows."""
 
-MORE = ("more",)
-"""Topics of /help that are not names of commands."""
 
-HELP = {
-    "/help, /?": "show this help; /help more explains typing, /undo and sessions",
-    "/stats": "show what the cache holds, its size in bytes, and the speed",
-    "/show NAME": "show system, settings, template, policy, thought or last (turn)",
-    "/set [NAME X]": "show or change a sampling setting, or n, the longest reply",
-    "/retry": "take back the last reply and write another one",
-    "/edit-last": "edit the last turn; the new turn replaces it",
-    "/edit": "write the next turn in $EDITOR",
-    "/undo [N]": "take back the last N changes: turns, /reset, /system, /load",
-    "/save FILE": "save the chat to a file; asks before it replaces another chat",
-    "/load FILE": "continue the chat that a file holds",
-    "/cells [N]": "show the last N tokens, coloured by how many rows hold each",
-    "/reset, /clear": "forget everything and start over; the system prompt stays",
-    "/think [EFFORT]": "change how much replies think: on, off, low, high, ...; alone, show it",
-    "/system [TEXT]": "start over with another system prompt; alone, show it",
-    "/exit, /bye, /quit": "leave; so does Ctrl-D",
-}
-KEYS = 'Ctrl-C stops a reply. @FILE inserts a text. """ begins and ends a turn of several lines.'
-NOTES = (
-    "A pasted text is one turn. To type several lines, end a line with a backslash, press Alt-Enter, or put "
-    'the text between """ and """. @FILE inserts the text of a file. // begins a turn with a slash. Tab '
-    "completes commands and paths; Ctrl-R searches what you typed before. Ctrl-C stops a reply and keeps it; "
-    "while a turn is read, it takes the turn back. Ctrl-Z suspends kvtool.",
-    "/undo takes back any number of turns, also those of a session's earlier runs, and up to 10 changes by "
-    "/reset, /system and /load. For these changes it keeps copies of the chat, at most 512 MiB of disk "
-    "without the archive of recall, and deletes them when you leave.",
-    "With --session FILE, the file is written after every reply and /undo. /reset, /system and /load "
-    "do not change it: the next reply first moves the chat in it to FILE.1 (FILE.2, ...).",
-)
-
-
-def _table(terminal: Terminal, rows: dict[str, str], dim: bool = True) -> None:
+def two_columns(terminal: Terminal, rows: dict[str, str], dim: bool = True) -> None:
+    """Show a table of two columns. rows: maps a text of the first column to a text of the second."""
     from rich.table import Column
 
     columns = Column(style="dim" if dim else "", no_wrap=True), Column(overflow="fold")

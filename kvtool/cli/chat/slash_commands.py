@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool.cli import near
 from kvtool.cli.chat import show
@@ -22,8 +22,6 @@ from kvtool.system.texts import shown, with_lf
 if TYPE_CHECKING:
     from kvtool.cli.chat.screen import Terminal
 
-_ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
-
 _DEFAULT = "default"
 """The user types `/think default` to return to the default of the model's chat template."""
 
@@ -33,63 +31,82 @@ _HOT = 2
 kvtool and llama.cpp allow higher values, but other programs refuse them.
 """
 
+_MORE = "more"
+"""A topic of /help that is not the name of a command."""
+
+KEYS = 'Ctrl-C stops a reply. @FILE inserts a text. """ begins and ends a turn of several lines.'
+NOTES = (
+    "A pasted text is one turn. To type several lines, end a line with a backslash, press Alt-Enter, or put "
+    'the text between """ and """. @FILE inserts the text of a file. // begins a turn with a slash. Tab '
+    "completes commands and paths; Ctrl-R searches what you typed before. Ctrl-C stops a reply and keeps it; "
+    "while a turn is read, it takes the turn back. Ctrl-Z suspends kvtool.",
+    "/undo takes back any number of turns, also those of a session's earlier runs, and up to 10 changes by "
+    "/reset, /system and /load. For these changes it keeps copies of the chat, at most 512 MiB of disk "
+    "without the archive of recall, and deletes them when you leave.",
+    "With --session FILE, the file is written after every reply and /undo. /reset, /system and /load "
+    "do not change it: the next reply first moves the chat in it to FILE.1 (FILE.2, ...).",
+)
+
+
+class Slash(NamedTuple):
+    """A command of a chat. `SLASHES` lists all commands.
+
+    Attributes
+    ----------
+    usage
+        Names of the command, separated by ", ", and its argument if it takes one: "/undo [N]".
+    help
+        What /help shows next to the usage.
+    run
+        Called with the commands and, if the command takes one, the typed argument, which is "" if the user
+        typed none. None for the command that leaves the chat.
+
+        The argument may contain surrogates, because a terminal without UTF-8 may send invalid bytes. A path
+        needs them; any other text has to go through `shown`.
+    words
+        Function that returns the words that may follow the command. None if a path follows.
+    """
+
+    usage: str
+    help: str
+    run: Callable[..., None] | None
+    words: Callable[[], Iterable[str]] | None = tuple
+
+    @property
+    def names(self) -> list[str]:
+        return re.findall(r"/[\w?-]+", self.usage)
+
+    @property
+    def takes_text(self) -> bool:
+        return " " in self.usage.split(", ")[-1]
+
 
 class Commands:
-    """Commands of a chat in a terminal. An error is reported in one line, and the chat continues."""
+    """Runs commands of a chat in a terminal. An error is reported in one line, and the chat continues."""
 
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
         self.conversation = terminal.conversation
         self.files = terminal.files
-        self._plain: dict[str, Callable[[], None]] = {
-            "/stats": lambda: show.stats(terminal),
-            "/retry": self._retry,
-            "/edit-last": self._edit_last,
-            "/reset": self._reset,
-        }
-        self._with_text: dict[str, Callable[[str], None]] = {
-            "/help": lambda text: show.help(terminal, text),
-            "/undo": self._undo,
-            "/show": lambda text: show.show(terminal, text),
-            "/set": self._set,
-            "/edit": self._edit,
-            "/save": self._save,
-            "/load": self._load,
-            "/cells": lambda last: show.cells(terminal, last),
-            "/system": self._system,
-            "/think": self._think,
-        }
-
-    def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
-        """Map each command to a function that returns the words that may follow it, or to None for a path."""
-        return {
-            **dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple),
-            "/save": None,
-            "/load": None,
-            "/show": lambda: show.SHOWN,
-            "/set": lambda: declared(GenerationOptions),
-            "/help": lambda: (*show.MORE, *(name[1:] for name in self._with_text | self._plain)),
-            "/think": lambda: (*EFFORTS, _DEFAULT),
-        }
 
     def run(self, line: str) -> bool:
         """Run the command in a line. Return False if the user leaves the chat."""
         typed, *text = line.split(maxsplit=1)
         rest = "".join(text)
-        name = _ALIASES.get(typed.lower(), typed.lower())
+        command = OF_NAME.get(typed.lower())
         # ignore Ctrl-C, so that no command stops halfway
         signal.signal(signal.SIGINT, lambda *_: None)
         try:
-            if name in self._with_text:
-                self._with_text[name](rest)
-            elif name not in self._plain and name != "/exit":
+            if command is None:
                 self._refuse(typed, shown(line))
-            elif rest:
+            elif rest and not command.takes_text:
                 self.terminal.error(f"{typed} takes no argument")
-            elif name in self._plain:
-                self._plain[name]()
-            else:
+            elif command.run is None:
                 return False
+            elif command.takes_text:
+                command.run(self, rest)
+            else:
+                command.run(self)
         except KvtoolError as error:
             self.terminal.error(error)
         except KeyboardInterrupt:
@@ -119,10 +136,27 @@ class Commands:
         If the name without its slash is an argument of a command, return the command with this argument, such
         as "/set temp" for "/temp". Otherwise return the command with the most similar name.
         """
-        for command, taken in self.words().items():
-            if taken is not None and name[1:] in taken():
+        for command, its in OF_NAME.items():
+            if its.words is not None and name[1:] in its.words():
                 return f"{command} {name[1:]}"
-        return next(iter(get_close_matches(name, self.words(), 1, 0.7)), None)
+        return next(iter(get_close_matches(name, OF_NAME, 1, 0.7)), None)
+
+    def _help(self, topic: str) -> None:
+        """Show help on all commands, on one command, or on typing and files ("more").
+
+        topic: a command, "more", or "" for all commands. Raises UsageError for any other text.
+        """
+        name = f"/{topic.removeprefix('/').lower()}"
+        chosen = [each for each in SLASHES if not topic or name in each.names]
+        if topic == _MORE:
+            texts: Sequence[str] = NOTES
+        elif not chosen:
+            raise UsageError(f"/help takes a command or `{_MORE}`; there is no command {topic}")
+        else:
+            show.two_columns(self.terminal, {each.usage: each.help for each in chosen}, dim=False)
+            texts = () if topic else (KEYS,)
+        for text in texts:
+            self.terminal.console.print(text)
 
     def _undo(self, text: str) -> None:
         n = show.count(text, 1, "/undo takes a number of changes, like /undo 2")
@@ -167,7 +201,9 @@ class Commands:
         import click
 
         try:
-            written = click.edit(text, extension=".md")
+            written = click.edit(shown(text), extension=".md")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the editor returned a text that is not UTF-8 (byte {error.start})") from None
         except click.ClickException as error:
             why = error.message
             if isinstance(error.__cause__, OSError):
@@ -297,6 +333,66 @@ class Commands:
         """Return the end of a note: the file that holds the previous chat. "" if there is no such file."""
         path, has_it = self.files.path, self.files.has_previous
         return f"; {path} holds the previous chat until the next reply" if has_it else ""
+
+
+SLASHES: tuple[Slash, ...] = (
+    Slash(
+        "/help, /? [NAME]",
+        "show this help; /help more explains typing, /undo and sessions",
+        Commands._help,
+        lambda: (_MORE, *(name.removeprefix("/") for name in OF_NAME)),
+    ),
+    Slash(
+        "/stats",
+        "show what the cache holds, its size in bytes, and the speed",
+        lambda self: show.stats(self.terminal),
+    ),
+    Slash(
+        "/show NAME",
+        "show system, settings, template, policy, thought or last (turn)",
+        lambda self, name: show.show(self.terminal, name),
+        lambda: show.SHOWN,
+    ),
+    Slash(
+        "/set [NAME X]",
+        "show or change a sampling setting, or n, the longest reply",
+        Commands._set,
+        lambda: declared(GenerationOptions),
+    ),
+    Slash("/retry", "take back the last reply and write another one", Commands._retry),
+    Slash("/edit-last", "edit the last turn; the new turn replaces it", Commands._edit_last),
+    Slash("/edit [TEXT]", "write the next turn in $EDITOR", Commands._edit),
+    Slash("/undo [N]", "take back the last N changes: turns, /reset, /system, /load", Commands._undo),
+    Slash(
+        "/save FILE",
+        "save the chat to a file; asks before it replaces another chat",
+        Commands._save,
+        words=None,
+    ),
+    Slash("/load FILE", "continue the chat that a file holds", Commands._load, words=None),
+    Slash(
+        "/cells [N]",
+        "show the last N tokens, coloured by how many rows hold each",
+        lambda self, last: show.cells(self.terminal, last),
+    ),
+    Slash("/reset, /clear", "forget everything and start over; the system prompt stays", Commands._reset),
+    Slash(
+        "/think [EFFORT]",
+        "change how much replies think: on, off, low, high, ...; alone, show it",
+        Commands._think,
+        lambda: (*EFFORTS, _DEFAULT),
+    ),
+    Slash("/system [TEXT]", "start over with another system prompt; alone, show it", Commands._system),
+    Slash("/exit, /bye, /quit", "leave; so does Ctrl-D", None),
+)
+"""All commands, in the order of /help.
+
+In a terminal of 80 columns, /help must not take more than 21 rows, so that it can be seen whole with the
+prompt below it. A command whose argument may have several lines is also in `input._OF_LINES`.
+"""
+
+OF_NAME: dict[str, Slash] = {name: command for command in SLASHES for name in command.names}
+"""Commands by each of their names."""
 
 
 def _name_and_value(text: str) -> tuple[str, str]:

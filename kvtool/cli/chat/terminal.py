@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtool.cli.chat.files import turns
 from kvtool.cli.chat.input import Prompt, meant
 from kvtool.cli.chat.screen import Terminal
-from kvtool.cli.chat.slash_commands import Commands
+from kvtool.cli.chat.slash_commands import OF_NAME, Commands
 from kvtool.cli.model_advice import base_model, better_model
 from kvtool.system import interrupt
 from kvtool.system.texts import shown
@@ -35,7 +35,7 @@ def run(terminal: Terminal) -> None:
         terminal.note(f"a new chat, saved in {terminal.files.path}")
     if terminal.files.run.model is None and (better := better_model()):
         terminal.note(better)
-    prompt = Prompt(commands.words())
+    prompt = Prompt({name: command.words for name, command in OF_NAME.items()})
     while (typed := _ask(terminal, prompt)) is not None:
         with terminal.keys.waiting():
             text, is_command = meant(typed)

@@ -14,10 +14,10 @@ from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
-from kvtool.cli.locate import locate
+from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import File, check_positions, first_tokens, source
-from kvtool.config.run import ScoreOptions
+from kvtool.config.run import RunOptions, ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import CACHE, Options, option
 from kvtool.system import interrupt
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvtool.measure.runner import Event
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
+    from kvtool.policy import Policy
 
 
 _listed = partial(option, group=CACHE)
@@ -63,7 +64,7 @@ class _Grid(Options):
     )
     combine: bool = option("--combine", False, "Run every policy with every cache type.", group=CACHE)
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", least=2
+        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", minimum=2
     )
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class _CompareOptions(Options):
     )
     resume: bool = option("--resume", False, "Continue the file of --records: do only the missing runs.")
     plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this picture.")
-    jobs: int = option("--jobs N", 1, "Number of runs at the same time, each in its own process.", least=1)
+    jobs: int = option("--jobs N", 1, "Number of runs at the same time, each in its own process.", minimum=1)
     shard: str | None = option(
         "--shard I/N", None, "Do every N-th run, beginning with the I-th, to share the work among machines."
     )
@@ -112,8 +113,7 @@ def compare(
     output.check_picture(args.plot)
 
     from kvtool.config import archive
-    from kvtool.config.model import find_model
-    from kvtool.config.notes import gpu_note, patch_note, runnable, within_context
+    from kvtool.config.notes import gpu_note, patch_note
     from kvtool.measure import grid as of_runs
 
     if run.workers and args.jobs > 1:
@@ -124,48 +124,32 @@ def compare(
     kinds = {name: policies.load(name) for name, _ in map(of_runs.split_policy, names or ["recall"])}
     archive.check(run, kinds)
     with closing(source(file)) as text:
-        info = find_model(run.model, locate)
-        model_path = info.path
-        run, n_ctx, limits = within_context(run, info.n_ctx_train)
-        say(*limits)
+        run, info, n_ctx = locate_model(run)
         if not run.workers:
             run.placement.check()
         for adapter in run.adapters:
-            adapter.check(model_path.name, info.architecture)
+            adapter.check(info.path.name, info.architecture)
 
-        from kvtool.llama.adapters import identities
         from kvtool.llama.crash import guard
         from kvtool.llama.log import set_verbose
         from kvtool.measure import records
         from kvtool.measure.results import ComparisonResults
-        from kvtool.models.download import sha256
 
         set_verbose(run.verbose > 1)
         guard()
         tokens, text_sha256, n_vocab, layers = _read(info, text, grid.max_tokens)
-    with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
-        model_sha256 = sha256(model_path, progress)
     name = Path(text.name).name
-    identity = {
-        "model": model_path.name,
-        "model_sha256": model_sha256,
-        "lora": identities(run.adapters),
-        "text": name,
-        "text_sha256": text_sha256,
-    }
+    identity = _identity(run, info.path) | {"text": name, "text_sha256": text_sha256}
     shared = archive.with_type(run, info).changed(
-        model=str(model_path),
+        model=str(info.path),
         n_ctx=n_ctx,
         n_batch=run.n_batch or run.default_n_batch,
         threads=run.threads or (max(1, default_threads() // args.jobs) if args.jobs > 1 else None),
     )
     common = of_runs.Common(identity | records.versions(), shared, len(tokens))
     if not names:
-        # leave out policies that read a text twice
-        kinds = runnable()
-        kinds = {name: kind for name, kind in kinds.items() if not kind.has_reconstruction()}
-        # if the model has no values (MLA), also leave out policies that merge values
-        names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
+        kinds = _all_kinds(layers)
+        names = list(kinds)
     say(patch_note(kinds), None if run.rpc else gpu_note(run))
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
@@ -193,6 +177,26 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
     with closing(Model(info.path, no_weights=True)) as model:
         tokens = first_tokens(model, text, max_tokens)
         return tokens, text_sha256(model, tokens), model.n_vocab, model.layers
+
+
+def _identity(run: RunOptions, path: Path) -> dict[str, Any]:
+    """Return a record's fields that name the model and its adapters. path: file of the model."""
+    from kvtool.llama.adapters import identities
+    from kvtool.models.download import sha256
+
+    with bytes_progress(f"hashing {path.name}", piped=False) as progress:
+        model_sha256 = sha256(path, progress)
+    return {"model": path.name, "model_sha256": model_sha256, "lora": identities(run.adapters)}
+
+
+def _all_kinds(layers: Layers) -> dict[str, type[Policy]]:
+    """Return the policies to compare if none are named: all that can stream a text with these layers."""
+    from kvtool.config.notes import runnable
+
+    # leave out policies that read a text twice
+    kinds = {name: kind for name, kind in runnable().items() if not kind.has_reconstruction()}
+    # if the model has no values (MLA), also leave out policies that merge values
+    return {name: kind for name, kind in kinds.items() if layers.has_values or not kind.may_merge()}
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:

@@ -46,14 +46,16 @@ class _InspectRun(ScoreOptions):
 @dataclass(frozen=True)
 class _InspectOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", least=2, default_text="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", minimum=2, default_text="all"
     )
-    snapshots: int = option("--snapshots N", 32, "Points in time that --html can show.", least=1, most=255)
+    snapshots: int = option(
+        "--snapshots N", 32, "Points in time that --html can show.", minimum=1, maximum=255
+    )
     last: int | None = option(
         "--last N",
         None,
         "Number of last tokens to show.",
-        least=1,
+        minimum=1,
         default_text=f"{LAST}; {_LAST_HTML} in --html",
     )
     html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")

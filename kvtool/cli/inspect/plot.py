@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from kvtool.config.report import budget
 from kvtool.measure.holdings import Holdings
 
-MOST_COLUMNS = 1600
+MAX_COLUMNS = 1600
 """Maximum number of columns of the picture. If the text is longer, each column shows several tokens."""
 
 _HELD, _ARCHIVED, _WHITE = (0.03, 0.19, 0.42), (0.8, 0.6, 0.9), (1.0, 1.0, 1.0)
@@ -26,7 +26,7 @@ def picture(result: dict[str, Any], held: Holdings) -> Figure:
     """
     rows = held.held()
     n_row, n = rows.shape
-    first, size = equal_parts(n, MOST_COLUMNS)
+    first, size = equal_parts(n, MAX_COLUMNS)
     archived = held.is_archived() & ~rows
     colours = np.ones((n_row, len(first), 3))
     for tokens, colour in ((rows, _HELD), (archived, _ARCHIVED)):

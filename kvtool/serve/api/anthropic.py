@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
-from kvtool.serve.api.requests import MOST_STOPS
+from kvtool.serve.api.messages import loaded
+from kvtool.serve.api.requests import MAX_STOPS
+from kvtool.serve.events import End, PromptCounts
 
 _REFUSED = ("mcp_servers", "container")
 """Fields that only Anthropic's servers can support. They are refused."""
@@ -31,6 +34,9 @@ _KINDS = {
     529: "overloaded_error",
 }
 """HTTP statuses, mapped to Anthropic's types of errors."""
+
+_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\],]', re.S)
+"""A string in JSON, which may be cut, or a character that begins, ends or separates members."""
 
 
 def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
@@ -54,7 +60,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
         add(where, {"role": "system", "content": need_text(block, "text", where)})
     asked = need(fields.pop("messages"), list, "messages")
     if not asked:
-        raise ApiError("messages must have at least one message", param="messages")
+        raise ApiError.at("messages", "must have at least one message")
     given = fields.pop("tools")
     tools = [] if given is None else _tools(given, places)
     functions = _functions(tools)
@@ -66,7 +72,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, 
     if not is_counted:
         _check_answered(messages, n_max, f"messages[{len(asked) - 1}]")
         chat["max_tokens"] = n_max
-    if stops := fields.texts("stop_sequences", MOST_STOPS):
+    if stops := fields.texts("stop_sequences", MAX_STOPS):
         chat["stop"], places["stop"] = list(stops), "stop_sequences"
     if given is not None:
         chat["tools"] = tools
@@ -94,13 +100,13 @@ def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
     as "messages[2]", for errors.
     """
     if n_max is None:
-        raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
+        raise ApiError.at("max_tokens", "is missing: it is the most tokens of the answer")
     if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
-        raise ApiError(f"{last} must be followed by the results of its tool_use blocks", param=last)
+        raise ApiError.at(last, "must be followed by the results of its tool_use blocks")
     content = messages[-1]["content"]
     if messages[-1]["role"] == "assistant" and content != content.rstrip():
         # models continue badly after white space; Anthropic's server refuses it too
-        raise ApiError(f"{last} must not end with white space, as it is continued", param=last)
+        raise ApiError.at(last, "must not end with white space, as it is continued")
 
 
 def _messages(value: object, where: str, functions: Mapping[str, Body]) -> Iterator[tuple[str, Body]]:
@@ -112,7 +118,7 @@ def _messages(value: object, where: str, functions: Mapping[str, Body]) -> Itera
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(f"{where}.role must be user or assistant, got {shown(role)}", param=f"{where}.role")
+        raise ApiError.at(f"{where}.role", f"must be user or assistant, got {shown(role)}")
     kinds = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking")}
     texts, calls, thoughts, n_result = [], [], [], 0
     for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ()))):
@@ -149,11 +155,8 @@ def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple
         if kind not in kinds:
             *first, last = kinds
             allowed = f"{', '.join(first)} and {last} are" if first else f"{last} is"
-            raise ApiError(
-                f"{at} is of type {shown(kind)}; only {allowed} allowed here",
-                param=at,
-                code="unsupported_content",
-            )
+            fault = f"is of type {shown(kind)}; only {allowed} allowed here"
+            raise ApiError.at(at, fault, "unsupported_content")
         yield at, block
 
 
@@ -181,8 +184,7 @@ def _definition(block: Body, where: str, functions: Mapping[str, Body]) -> str:
     """Return the definition of a tool that a tool search found, in the form that Claude Code uses."""
     name = need_text(block, "tool_name", where)
     if name not in functions:
-        where += ".tool_name"
-        raise ApiError(f"{where} must be the name of a tool in tools, got {shown(name)!r}", param=where)
+        raise ApiError.at(f"{where}.tool_name", f"must be the name of a tool in tools, got {shown(name)!r}")
     definition = {key: value for key, value in functions[name].items() if value is not None}
     return f"<function>{json.dumps(definition, ensure_ascii=False)}</function>"
 
@@ -229,14 +231,9 @@ def _choice(value: object, tools: list[Any]) -> object:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise ApiError(
-            f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", param="tool_choice.type"
-        )
+        raise ApiError.at("tool_choice.type", f"must be auto, any, tool or none, got {shown(kind)}")
     if kind == "any" and not tools:
-        raise ApiError(
-            "tool_choice.type must not be any without a tool that has an input_schema",
-            param="tool_choice.type",
-        )
+        raise ApiError.at("tool_choice.type", "must not be any without a tool that has an input_schema")
     return _CHOICES[kind]
 
 
@@ -247,7 +244,7 @@ def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
     if given is None:
         return where, None
     if not isinstance(given, dict) or given.get("type") != "json_schema":
-        raise ApiError(f"{where}.type must be json_schema", param=f"{where}.type")
+        raise ApiError.at(f"{where}.type", "must be json_schema")
     return f"{where}.schema", need(given.get("schema"), dict, f"{where}.schema")
 
 
@@ -290,13 +287,13 @@ class AnthropicBodies(AnswerBodies):
         self._reports_writes = has_cache_control(asked)
         self._has_begun = False
         # kind of the block that is open, or None
-        self._open: str | None = None
+        self._open_kind: str | None = None
         # index of the last block
         self._n_block = -1
         id = f"msg_{secrets.token_hex(12)}"
         super().__init__(policy, {"id": id, "type": "message", "role": "assistant", "model": model})
 
-    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+    def whole(self, logprobs: list[Body] | None, end: End) -> Body:
         message, content = end["message"], []
         thought = message.get("reasoning_content")
         if thought and not self._hides_thoughts:
@@ -304,15 +301,16 @@ class AnthropicBodies(AnswerBodies):
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", []):
-            content.append(_call_block(call) | {"input": json.loads(call["function"]["arguments"])})
-        return self._common | {"content": content, **_stop(end), "usage": self._usage(end), **self._held(end)}
+            content.append(_call_block(call) | {"input": _input(call["function"]["arguments"])})
+        usage = self._usage(end, end["n_written"])
+        return self._common | {"content": content, **_stop(end), "usage": usage, **self._kvtool(end)}
 
-    def begun(self, counts: Body | None) -> list[str]:
-        if self._has_begun or not counts:
+    def prompt_known(self, prompt: PromptCounts | None) -> list[str]:
+        if self._has_begun or not prompt:
             return []
         self._has_begun = True
         empty: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = self._common | empty | {"usage": self._usage(counts)}
+        message = self._common | empty | {"usage": self._usage(prompt)}
         return [server_event("message_start", message=message)]
 
     def ping(self) -> str:
@@ -327,16 +325,17 @@ class AnthropicBodies(AnswerBodies):
         lines: list[str] = []
         for call in delta.get("tool_calls", []):
             if "id" in call:
-                lines += [*self._close(), self._begin("tool_use", _call_block(call) | {"input": {}})]
+                block = _call_block(call) | {"input": {}}
+                lines += [*self._close_block(), self._open_block("tool_use", block)]
             if arguments := call["function"]["arguments"]:
                 lines.append(self._delta(type="input_json_delta", partial_json=arguments))
         return lines
 
-    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
-        usage = self._usage(end)
+    def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
+        usage = self._usage(end, end["n_written"])
         return [
-            *self._close(),
-            server_event("message_delta", delta=_stop(end), usage=usage, **self._held(end)),
+            *self._close_block(),
+            server_event("message_delta", delta=_stop(end), usage=usage, **self._kvtool(end)),
             server_event("message_stop"),
         ]
 
@@ -348,18 +347,18 @@ class AnthropicBodies(AnswerBodies):
 
     def _text_events(self, kind: str, text: str) -> list[str]:
         lines: list[str] = []
-        if self._open != kind:
+        if self._open_kind != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
-            lines = [*self._close(), self._begin(kind, {"type": kind, kind: "", **signature})]
+            lines = [*self._close_block(), self._open_block(kind, {"type": kind, kind: "", **signature})]
         return [*lines, self._delta(type=f"{kind}_delta", **{kind: text})]
 
-    def _begin(self, kind: str, block: Body) -> str:
-        self._open = kind
+    def _open_block(self, kind: str, block: Body) -> str:
+        self._open_kind = kind
         self._n_block += 1
         return server_event("content_block_start", index=self._n_block, content_block=block)
 
-    def _close(self) -> list[str]:
-        kind, self._open = self._open, None
+    def _close_block(self) -> list[str]:
+        kind, self._open_kind = self._open_kind, None
         # send an empty signature, because clients expect one; kvtool does not check signatures
         signed = [self._delta(type="signature_delta", signature="")] if kind == "thinking" else []
         return [*signed, server_event("content_block_stop", index=self._n_block)] if kind else []
@@ -367,10 +366,10 @@ class AnthropicBodies(AnswerBodies):
     def _delta(self, **delta: str) -> str:
         return server_event("content_block_delta", index=self._n_block, delta=delta)
 
-    def _usage(self, counts: Body) -> Body:
+    def _usage(self, prompt: PromptCounts, n_written: int = 0) -> Body:
         """Return the usage. Each token of the prompt is counted in exactly one of the first three numbers."""
-        n_cached = counts["n_cached"]
-        n_read = counts["n_prompt"] - n_cached
+        n_cached = prompt["n_cached"]
+        n_read = prompt["n_prompt"] - n_cached
         # every token that is read is also written to the cache; count it as written only for clients that
         # use "cache_control"
         n_created = n_read if self._reports_writes else 0
@@ -378,7 +377,7 @@ class AnthropicBodies(AnswerBodies):
             "input_tokens": n_read - n_created,
             "cache_creation_input_tokens": n_created,
             "cache_read_input_tokens": n_cached,
-            "output_tokens": counts.get("n_written", 0),
+            "output_tokens": n_written,
         }
 
 
@@ -386,7 +385,24 @@ def _call_block(call: Body) -> Body:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
 
 
-def _stop(end: Body) -> Body:
+def _input(arguments: str) -> Any:
+    """Return the arguments of a call. If a limit has cut their JSON, return the members that are complete."""
+    value = loaded(arguments)
+    if isinstance(value, dict):
+        return value
+    # index after the last complete member, and the brackets that close what is open there
+    end, closing = 0, ""
+    for part in _JSON_PART.finditer(arguments):
+        if part[0] in ("{", "["):
+            closing = {"{": "}", "[": "]"}[part[0]] + closing
+        elif part[0] in ("}", "]"):
+            closing = closing[1:]
+        if not part[0].startswith('"'):
+            end = part.start() if part[0] == "," else part.end()
+    return loaded(arguments[:end] + closing)
+
+
+def _stop(end: End) -> Body:
     """Return the fields that say why an answer ended."""
     sequence = (end["finish"] == "stop" and end["stopped_by"]) or None
     reason = "stop_sequence" if sequence else _FINISH.get(end["finish"], "end_turn")

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
+from kvtool.serve.events import End, PromptCounts, Reading
 
 DONE = "data: [DONE]\n\n"
 
@@ -32,7 +33,7 @@ class AnswerBodies:
         self._policy = policy
         self._common = common
 
-    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+    def whole(self, logprobs: list[Body] | None, end: End) -> Body:
         """Return the body of an answer that is not streamed. end: the last event."""
         raise NotImplementedError
 
@@ -40,15 +41,15 @@ class AnswerBodies:
         """Return the first lines of a stream."""
         return []
 
-    def begun(self, counts: Body | None) -> list[str]:
+    def prompt_known(self, prompt: PromptCounts | None) -> list[str]:
         """Return lines with the number of tokens of the prompt.
 
         Called for each event, but returns lines only once: as soon as the number is known.
         """
         return []
 
-    def progress(self, counts: Body | None, event: Body) -> list[str]:
-        """Return lines that report how much of the prompt has been read. event: a "reading" event."""
+    def progress(self, prompt: PromptCounts | None, event: Reading) -> list[str]:
+        """Return lines that report how much of the prompt has been read."""
         return []
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
@@ -58,7 +59,7 @@ class AnswerBodies:
         """
         raise NotImplementedError
 
-    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
+    def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
         """Return the last lines of a stream. end: the last event."""
         raise NotImplementedError
 
@@ -70,9 +71,9 @@ class AnswerBodies:
         """Return a line without content, which shows the client that the stream is alive."""
         return ": ping\n\n"
 
-    def _held(self, end: Body) -> Body:
+    def _kvtool(self, end: End) -> Body:
         """Return the field "kvtool": the policy, numbers of tokens in cache and archive, and remarks."""
-        return {"kvtool": {"policy": self._policy, **end["held"]}}
+        return {"kvtool": {"policy": self._policy, **end["kvtool"]}}
 
 
 class CompletionBodies(AnswerBodies):
@@ -92,35 +93,35 @@ class CompletionBodies(AnswerBodies):
         id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         super().__init__(policy, {"id": id, "created": int(time.time()), "model": model})
 
-    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+    def whole(self, logprobs: list[Body] | None, end: End) -> Body:
         message = end["message"]
         shown = None if logprobs is None else self._logprobs(logprobs)
         choice: Body = {"index": 0, "finish_reason": end["finish"], "logprobs": shown}
         choice |= {"message": message} if self._is_chat else {"text": message["content"]}
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return self._common | {"object": kind, "choices": [choice]} | self.counts(end)
+        return self._common | {"object": kind, "choices": [choice]} | self._numbers(end)
 
     def first(self) -> list[str]:
         return [self._piece({"role": "assistant", "content": ""})] if self._is_chat else []
 
-    def progress(self, counts: Body | None, event: Body) -> list[str]:
+    def progress(self, prompt: PromptCounts | None, event: Reading) -> list[str]:
         """Report the numbers of prompt tokens, cached tokens and tokens read so far, like llama-server."""
-        if not counts:
+        if not prompt:
             return []
-        n, n_cached = counts["n_prompt"], counts["n_cached"]
+        n, n_cached = prompt["n_prompt"], prompt["n_cached"]
         now = {"processed": min(event["n_past"], n), "time_ms": round(1e3 * event["seconds"])}
         return [self._piece({}, more={"prompt_progress": {"total": n, "cache": n_cached, **now}})]
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
         return [self._piece(delta, logprobs)]
 
-    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
-        counts = self.counts(end)
+    def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
+        numbers = self._numbers(end)
         # clients of llama-server expect the timings in the last piece
-        more = {name: counts[name] for name in ("timings", "kvtool")}
+        more = {name: numbers[name] for name in ("timings", "kvtool")}
         lines = [self._piece({}, logprobs or None, end["finish"], more)]
         if self._with_usage:
-            lines.append(_line(self._head() | {"choices": []} | counts))
+            lines.append(_line(self._head() | {"choices": []} | numbers))
         return [*lines, DONE]
 
     def failed(self, error: ApiError) -> list[str]:
@@ -138,8 +139,8 @@ class CompletionBodies(AnswerBodies):
         choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         return _line(self._head() | {"choices": [choice]} | (more or {}))
 
-    def counts(self, end: Body) -> Body:
-        """Return the numbers of tokens and the times of an answer, and the field "kvtool"."""
+    def _numbers(self, end: End) -> Body:
+        """Return the fields "usage", "timings" and "kvtool"."""
         n_prompt, n_cached, n = end["n_prompt"], end["n_cached"], end["n_written"]
         n_read = n_prompt - n_cached
         return {
@@ -157,7 +158,7 @@ class CompletionBodies(AnswerBodies):
                 "draft_n": end["n_drafted"],
                 "draft_n_accepted": end["n_accepted"],
             },
-            **self._held(end),
+            **self._kvtool(end),
         }
 
     def _head(self) -> Body:

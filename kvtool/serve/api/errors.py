@@ -45,6 +45,11 @@ class ApiError(Exception):
         self.message = "".join(each if each.isprintable() else " " for each in self.message)
         super().__init__(self.message)
 
+    @classmethod
+    def at(cls, where: str, fault: str, code: str | None = None) -> ApiError:
+        """Return the error of a field. where: path of the field. fault: the message after the path."""
+        return cls(f"{where} {fault}", param=where, code=code)
+
     @property
     def body(self) -> dict[str, Any]:
         """JSON that the client gets."""

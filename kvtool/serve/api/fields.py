@@ -13,7 +13,7 @@ from kvtool.serve.api.errors import ApiError
 
 _T = TypeVar("_T")
 
-MOST_DEEP = 200
+MAX_DEPTH = 200
 """Maximum nesting depth of a request's JSON. It is limited, because recursive functions process it."""
 
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
@@ -128,7 +128,7 @@ INERT = {
 If a request has another value, the answer lists the field as ignored.
 """
 
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPE = re.compile(
     r"(\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]XX\\u[dD][c-fC-F]XX)|\\u[dD][89a-fA-F]XX".replace(
         "XX", "[0-9a-fA-F]{2}"
@@ -137,15 +137,15 @@ _ESCAPE = re.compile(
 """Matches an escape in JSON. Group 1 is the escape, or None for a lone surrogate (half of a character)."""
 
 
-def without_halves(text: str) -> str:
+def without_lone_surrogates(text: str) -> str:
     """Replace lone surrogates in a JSON text by U+FFFD, because strings with them cannot be encoded."""
-    return _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text) if _HALF.search(text) else text
+    return _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text) if _SURROGATE.search(text) else text
 
 
 def parsed(data: bytes) -> Any:
     """Parse the JSON of a body. Lone surrogates become U+FFFD. Raises ApiError."""
     try:
-        text = without_halves(data.decode("utf-8-sig"))
+        text = without_lone_surrogates(data.decode("utf-8-sig"))
         body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError:
         raise _too_deep() from None
@@ -162,7 +162,7 @@ def parsed(data: bytes) -> Any:
 
 def _check_depth(body: object) -> None:
     level: list[Any] = [body]
-    for _ in range(MOST_DEEP):
+    for _ in range(MAX_DEPTH):
         parents = (each for each in level if isinstance(each, (dict, list)))
         level = [*chain.from_iterable(each.values() if isinstance(each, dict) else each for each in parents)]
         if not level:
@@ -171,7 +171,7 @@ def _check_depth(body: object) -> None:
 
 
 def _too_deep() -> ApiError:
-    return ApiError(f"the body is nested too deeply; the most are {MOST_DEEP} levels")
+    return ApiError(f"the body is nested too deeply; the most are {MAX_DEPTH} levels")
 
 
 class _NotJson(ValueError):
@@ -237,7 +237,7 @@ class Fields:
         except OverflowError:
             value = math.inf
         if not math.isfinite(value):
-            raise ApiError(f"{name} must be a finite number", param=name)
+            raise ApiError.at(name, "must be a finite number")
         return value
 
     def tokens(self, name: str) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ class Fields:
             raise wrong(name, "a string or a list of strings", value)
         need_texts(texts, name)
         if len(texts) > most:
-            raise ApiError(f"{name} takes at most {most} strings, got {len(texts)}", param=name)
+            raise ApiError.at(name, f"takes at most {most} strings, got {len(texts)}")
         return tuple(texts)
 
     def refuse(self, names: Iterable[str], hint: str = "remove it") -> None:
@@ -279,7 +279,7 @@ class Fields:
     def _refuse(self, name: str, neutral: tuple[Any, ...], hint: str) -> None:
         value = self.pop(name)
         if value is not None and value not in neutral:
-            raise ApiError(f"{name} is not supported; {hint}", param=name, code="unsupported_parameter")
+            raise ApiError.at(name, f"is not supported; {hint}", "unsupported_parameter")
 
 
 _NEEDED: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
@@ -309,13 +309,11 @@ def need_whole(value: object, where: str, low: int, high: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float):
-        raise ApiError(
-            f"{where} must be a whole number, got {shown(value)}", param=where, code="invalid_type"
-        )
+        raise ApiError.at(where, f"must be a whole number, got {shown(value)}", "invalid_type")
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong(where, "a whole number", value)
     if not low <= value <= high:
-        raise ApiError(f"{where} must be in {low}..{high}, got {shown(value)}", param=where)
+        raise ApiError.at(where, f"must be in {low}..{high}, got {shown(value)}")
     return value
 
 
@@ -330,8 +328,8 @@ def wrong(name: str, needed: str, value: object) -> ApiError:
     A null field counts as missing. A null item of a list counts as a value of the wrong type.
     """
     if value is None and not name.endswith("]"):
-        return ApiError(f"{name} is missing", param=name)
-    return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")
+        return ApiError.at(name, "is missing")
+    return ApiError.at(name, f"must be {needed}, got {kind_of(value)}", "invalid_type")
 
 
 def kind_of(value: object) -> str:

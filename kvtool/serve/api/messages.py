@@ -8,13 +8,13 @@ from itertools import product
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, without_halves, wrong
+from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, without_lone_surrogates, wrong
 
 Message = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
-MOST = 100_000
+MAX_MESSAGES = 100_000
 """Maximum number of messages of a request."""
 
 
@@ -27,9 +27,9 @@ def check(value: object) -> list[Message]:
     """
     given = need(value, list, "messages")
     if not given:
-        raise ApiError("messages must have at least one message", param="messages")
-    if len(given) > MOST:
-        raise ApiError(f"messages has {len(given):,} messages; the most are {MOST:,}", param="messages")
+        raise ApiError.at("messages", "must have at least one message")
+    if len(given) > MAX_MESSAGES:
+        raise ApiError.at("messages", f"has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
     _name_calls(messages)
     n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
@@ -54,7 +54,7 @@ def _message(value: object, where: str) -> Message:
     role = given.get("role")
     if role not in _ROLES:
         right = ", ".join(_ROLES)
-        raise ApiError(f"{where}.role must be one of {right}, got {shown(role)}", param=f"{where}.role")
+        raise ApiError.at(f"{where}.role", f"must be one of {right}, got {shown(role)}")
     message: Message = {"role": "system" if role == "developer" else role}
     message["content"] = _content(given.get("content"), f"{where}.content")
     if role == "assistant" and given.get("tool_calls"):
@@ -62,7 +62,7 @@ def _message(value: object, where: str) -> Message:
     if role == "assistant" and (thought := _thought(given)):
         message["reasoning_content"] = thought
     if given.get("content") is None and role != "assistant":
-        raise ApiError(f"{where}.content is missing", param=f"{where}.content")
+        raise ApiError.at(f"{where}.content", "is missing")
     if role == "tool":
         message["tool_call_id"] = _id(given, "tool_call_id", where)
     # Ollama calls this field tool_name
@@ -96,8 +96,7 @@ def _name_calls(messages: list[Message]) -> None:
         if call := waiting.pop(id, message.get("name")):
             message["tool_call_id"] = call["id"]
         elif not id:
-            where = f"messages[{i}].tool_call_id"
-            raise ApiError(f"{where} is missing, and no call waits for a result", param=where)
+            raise ApiError.at(f"messages[{i}].tool_call_id", "is missing, and no call waits for a result")
 
 
 class _Waiting:
@@ -138,11 +137,8 @@ def _content(value: object, where: str) -> str:
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(
-                f"{where}[{i}] is of type {shown(kind)}; kvtool reads texts only",
-                param=f"{where}[{i}]",
-                code="unsupported_content",
-            )
+            fault = f"is of type {shown(kind)}; kvtool reads texts only"
+            raise ApiError.at(f"{where}[{i}]", fault, "unsupported_content")
         text = part.get("refusal" if kind == "refusal" else "text")
         texts.append(need(text, str, f"{where}[{i}].text"))
     return "".join(texts)
@@ -177,6 +173,6 @@ def loaded(text: str) -> Any:
     Lone surrogates become U+FFFD.
     """
     try:
-        return json.loads(without_halves(text))
+        return json.loads(without_lone_surrogates(text))
     except (ValueError, RecursionError):
         return text

@@ -27,7 +27,7 @@ _STRUCTURED: dict[str, Kind] = {"json": "schema", "grammar": "grammar", "regex":
 _TYPES: dict[Kind, type] = {"schema": dict, "grammar": str, "regex": str, "choice": list}
 _ANY_OBJECT = {"type": "object"}
 
-_MOST_REMARKS = 20
+_MAX_REMARKS = 20
 """Maximum number of keywords of a schema that an answer lists."""
 
 
@@ -90,7 +90,7 @@ def _place(where: str, pointer: str) -> str:
 
 def remarks_of(schema: Enforced, where: str) -> list[str]:
     """Return remarks on keywords of a schema that are not enforced. where: the field with the schema."""
-    listed = schema.left_out[:_MOST_REMARKS]
+    listed = schema.left_out[:_MAX_REMARKS]
     return [f"{_place(where, each.where)}: {each.keyword} cannot be enforced" for each in listed]
 
 
@@ -106,7 +106,7 @@ def check(fields: Fields) -> OutputFormat | None:
     formats = [each for each in candidates if each]
     if len(formats) > 1:
         one, other = formats[0].where, formats[1].where
-        raise ApiError(f"{other} and {one} each say what the answer must fit; leave out one", param=other)
+        raise ApiError.at(other, f"and {one} each say what the answer must fit; leave out one")
     return formats[0] if formats else None
 
 
@@ -118,7 +118,7 @@ def _format(kind: Kind, value: Any, where: str, *, strict: bool = False) -> Outp
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise ApiError(f"{where} must be a JSON schema", param=where) from None
+            raise ApiError.at(where, "must be a JSON schema") from None
     need(value, _TYPES[kind], where)
     if kind == "choice":
         need_texts(value, where)
@@ -140,10 +140,7 @@ def _of_response_format(given: dict[str, Any] | None) -> OutputFormat | None:
         return _format("schema", schema, f"{where}.schema", strict=bool(strict))
     if kind == "text":
         return None
-    raise ApiError(
-        f"response_format.type must be text, json_object or json_schema, got {shown(kind)}",
-        param="response_format.type",
-    )
+    raise ApiError.at("response_format.type", f"must be text, json_object or json_schema, got {shown(kind)}")
 
 
 def _of_structured(fields: Fields) -> list[OutputFormat | None]:
@@ -157,5 +154,5 @@ def _of_structured(fields: Fields) -> list[OutputFormat | None]:
     for name in inner.left:
         if inner.pop(name) not in (False, ""):
             where = f"structured_outputs.{name}"
-            raise ApiError(f"{where} is not supported; remove it", param=where, code="unsupported_parameter")
+            raise ApiError.at(where, "is not supported; remove it", "unsupported_parameter")
     return formats

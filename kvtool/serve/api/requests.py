@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from kvtool.config.generation import GenerationOptions
 from kvtool.errors import UsageError
-from kvtool.llama.sampling import MOST, Sampling
+from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
 from kvtool.serve.api import messages, output_format, thinking
 from kvtool.serve.api.errors import ApiError, ClientPlaces
@@ -19,11 +19,11 @@ from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.api.tools import Choice, check_choice, check_tools
 
-MOST_LOGPROBS = 20
-MOST_STOPS = 16
-MOST_BREAKERS = 64
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_BREAKERS = 64
 
-MOST_IGNORED = 20
+MAX_IGNORED = 20
 """An answer lists at most this many ignored fields."""
 
 _KINDS = get_type_hints(Sampling)
@@ -179,7 +179,7 @@ class TextRequest(Request):
         return self.echo and self.logprobs is not None
 
 
-def chat(
+def check_chat(
     body: object, defaults: Defaults, name: str | None = None, places: Mapping[str, str] | None = None
 ) -> ChatRequest:
     """Check a body of /v1/chat/completions. Raises ApiError.
@@ -188,7 +188,7 @@ def chat(
     """
     places = dict(places or {})
     try:
-        return _chat(_without_custom_tools(body, places), defaults, name, places)
+        return _check_chat(_without_custom_tools(body, places), defaults, name, places)
     except ApiError as error:
         raise ClientPlaces(places).in_error(error) from None
 
@@ -214,7 +214,7 @@ def _without_custom_tools(body: object, places: dict[str, str]) -> object:
     return {**body, "tools": tools, **custom}
 
 
-def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
+def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
     fields = Fields(body)
     given = fields.pop("messages")
     checked = messages.check(given)
@@ -228,13 +228,11 @@ def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[st
     choice = check_choice(fields.pop("tool_choice"), tools)
     choice = replace(choice, one_call=not fields.flag("parallel_tool_calls", True))
     if begun and choice.kind == "required":
-        raise ApiError(
-            "tool_choice must be auto or none if the last message is continued", param="tool_choice"
-        )
+        raise ApiError.at("tool_choice", "must be auto or none if the last message is continued")
     has_logprobs = fields.flag("logprobs")
-    n_top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    n_top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if n_top and not has_logprobs:
-        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise ApiError.at("top_logprobs", "needs logprobs to be true")
     key = fields.text("prompt_cache_key")
     thinking_options = thinking.check(fields, defaults.thinking)
     common = _common(fields, defaults)
@@ -267,18 +265,18 @@ def _begun(fields: Fields, checked: list[Message]) -> str:
     last = checked[-1]
     fits = last["role"] == "assistant" and "tool_calls" not in last and len(checked) > 1
     if given and continues and not fits:
-        raise ApiError(
-            f"{given[0]} needs a last message of the assistant, without calls, that follows another message",
-            param=given[0],
+        raise ApiError.at(
+            given[0], "needs a last message of the assistant, without calls, that follows another message"
         )
     if not fields.flag("add_generation_prompt", True) and not (continues and fits):
-        name = "add_generation_prompt"
-        raise ApiError(f"{name} must be true unless a last message of the assistant is continued", param=name)
+        raise ApiError.at(
+            "add_generation_prompt", "must be true unless a last message of the assistant is continued"
+        )
     text: str = checked.pop()["content"] if continues and fits else ""
     return text
 
 
-def text(body: object, defaults: Defaults) -> TextRequest:
+def check_text(body: object, defaults: Defaults) -> TextRequest:
     """Check a body of /v1/completions. Raises ApiError."""
     fields = Fields(body)
     return TextRequest(
@@ -295,7 +293,7 @@ def _logprobs(fields: Fields) -> int | None:
     value = fields.pop("logprobs")
     # In /v1/completions, "logprobs" is a number. But some clients send false, as in /v1/chat/completions:
     # treat false as no log-probabilities
-    return None if value is None or value is False else need_whole(value, "logprobs", 0, MOST_LOGPROBS)
+    return None if value is None or value is False else need_whole(value, "logprobs", 0, MAX_LOGPROBS)
 
 
 def _prompt(value: object) -> str | list[int]:
@@ -306,7 +304,7 @@ def _prompt(value: object) -> str | list[int]:
     if isinstance(value, list) and all(type(each) is int for each in value):
         return value
     if isinstance(value, list):
-        raise ApiError("prompt must be one text: kvtool answers one prompt per request", param="prompt")
+        raise ApiError.at("prompt", "must be one text: kvtool answers one prompt per request")
     raise wrong("prompt", "a string", value)
 
 
@@ -314,7 +312,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     """Return the fields of `Request` except `logprobs` and `places`. Raises ApiError."""
     for name in ("n", "n_cmpl", "best_of"):
         if (fields.whole(name, 1, 2**31 - 1) or 1) > 1:
-            raise ApiError(f"{name} must be 1: kvtool writes one answer a request", param=name)
+            raise ApiError.at(name, "must be 1: kvtool writes one answer a request")
     check_model(fields.text("model"), defaults)
     stream_options = fields.mapping("stream_options") or {}
     stream = fields.flag("stream")
@@ -332,7 +330,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         "n_share": _n_share(fields.mapping("kvtool")),
     }
     fields.check_rest()
-    return common | {"ignored": [shown(each) for each in fields.left[:MOST_IGNORED]]}
+    return common | {"ignored": [shown(each) for each in fields.left[:MAX_IGNORED]]}
 
 
 def _n_max(fields: Fields, default: int | None) -> int | None:
@@ -376,15 +374,15 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
         is_whole = _KINDS[parameter] is int
         value = fields.whole(name, -(2**31), 2**31 - 1) if is_whole else fields.number(name)
         if value is not None:
-            value = MOST if value == -1 and parameter in _ALL_WRITTEN else value
+            value = MAX_LOOK_BACK if value == -1 and parameter in _ALL_WRITTEN else value
             try:
                 declared(Sampling)[parameter].check(value, name)
             except UsageError as error:
                 raise ApiError(str(error), param=name) from None
             changes.setdefault(parameter, value)
-    if stops := tuple(each for each in fields.texts("stop", MOST_STOPS) if each):
+    if stops := tuple(each for each in fields.texts("stop", MAX_STOPS) if each):
         changes["stop"] = stops
-    if breakers := fields.texts("dry_sequence_breakers", MOST_BREAKERS):
+    if breakers := fields.texts("dry_sequence_breakers", MAX_BREAKERS):
         changes["dry_sequence_breaker"] = tuple(each for each in breakers if each != "none")
     if bias := _bias(fields.pop("logit_bias")):
         changes["logit_bias"] = bias
@@ -416,7 +414,6 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
             token, bias = pair
             biases.append((int(token), -inf if bias is False else float(bias)))
         except (TypeError, ValueError, OverflowError):
-            raise ApiError(
-                f"logit_bias must have pairs of a token and a number, got {shown(pair)}", param="logit_bias"
-            ) from None
+            fault = f"must have pairs of a token and a number, got {shown(pair)}"
+            raise ApiError.at("logit_bias", fault) from None
     return tuple(biases)

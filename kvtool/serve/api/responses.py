@@ -10,6 +10,8 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, need_text, shown, wrong
+from kvtool.serve.api.messages import loaded
+from kvtool.serve.events import End
 
 _STORED = ("previous_response_id", "conversation")
 """Fields that refer to messages that OpenAI's servers store. They are refused."""
@@ -39,29 +41,8 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     fields = Fields(body)
     fields.refuse(_STORED, "send the whole chat instead")
     fields.refuse(_REFUSED)
-    asked = fields.pop("input")
-    instructions = fields.text("instructions")
-    messages: list[Body] = []
-    ignored: Body = {}
     places: dict[str, str] = {}
-    if instructions:
-        places["messages[0].content"] = places["messages[0]"] = "instructions"
-        messages.append({"role": "system", "content": instructions})
-    if isinstance(asked, str):
-        places[f"messages[{len(messages)}].content"] = places[f"messages[{len(messages)}]"] = "input"
-        messages.append({"role": "user", "content": asked})
-    elif isinstance(asked, list):
-        for i, item in enumerate(asked):
-            if isinstance(item, dict) and item.get("type") in _HOSTED_ITEMS:
-                # pass it on as an unknown field, so that the answer lists it as ignored
-                ignored[f"input[{i}]"] = item
-            else:
-                _add(messages, places, item, f"input[{i}]")
-        _pop_thought(messages)
-    else:
-        raise wrong("input", "a string or a list", asked)
-    if not messages:
-        raise ApiError("input must have at least one item", param="input")
+    messages, ignored = _messages(fields, places)
     chat: Body = {"messages": messages} | ignored
     if (n := fields.pop("max_output_tokens")) is not None:
         chat["max_completion_tokens"], places["max_completion_tokens"] = n, "max_output_tokens"
@@ -70,10 +51,7 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         # pass these tools on as unknown fields, so that the answer lists them as ignored
         chat |= {place: tool for place, _, tool in _listed(tools) if not _is_function(tool)}
     if (choice := fields.pop("tool_choice")) is not None:
-        is_named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
-        function = {"name": _full_name(choice.get("namespace"), choice["name"])} if is_named else None
-        chat["tool_choice"] = {"type": "function", "function": function} if is_named else choice
-        places["tool_choice.function"] = "tool_choice"
+        chat["tool_choice"], places["tool_choice.function"] = _tool_choice(choice), "tool_choice"
     text = fields.mapping("text") or {}
     if response_format := _response_format(text.get("format")):
         chat["response_format"] = response_format
@@ -91,7 +69,37 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     return copied | chat, places
 
 
-def _add(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
+def _messages(fields: Fields, places: dict[str, str]) -> tuple[list[Body], Body]:
+    """Convert the instructions and the input to messages of a chat.
+
+    Also return the items that are left out, by their places in the request.
+    """
+    asked, instructions = fields.pop("input"), fields.text("instructions")
+    messages: list[Body] = []
+    ignored: Body = {}
+    if instructions:
+        places["messages[0].content"] = places["messages[0]"] = "instructions"
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(asked, str):
+        places[f"messages[{len(messages)}].content"] = places[f"messages[{len(messages)}]"] = "input"
+        messages.append({"role": "user", "content": asked})
+    elif isinstance(asked, list):
+        for i, item in enumerate(asked):
+            if isinstance(item, dict) and item.get("type") in _HOSTED_ITEMS:
+                # pass it on as an unknown field, so that the answer lists it as ignored
+                ignored[f"input[{i}]"] = item
+            else:
+                _add_item(messages, places, item, f"input[{i}]")
+        # leave out a thought at the end, because it has no reply
+        _pop_thought(messages)
+    else:
+        raise wrong("input", "a string or a list", asked)
+    if not messages:
+        raise ApiError.at("input", "must have at least one item")
+    return messages, ignored
+
+
+def _add_item(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
     """Add an item of the input to the messages."""
     item = need(item, dict, where)
     # join the thought, the text and the calls of a reply, which are separate items, into one message
@@ -121,12 +129,8 @@ def _add(messages: list[Body], places: dict[str, str], item: object, where: str)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         places |= {f"{at}.tool_call_id": f"{where}.call_id", f"{at}.content": f"{where}.output", at: where}
     else:
-        raise ApiError(
-            f"{where}.type must be message, function_call, function_call_output or reasoning, "
-            f"got {shown(kind)}",
-            param=f"{where}.type",
-            code="unsupported_content",
-        )
+        kinds = "message, function_call, function_call_output or reasoning"
+        raise ApiError.at(f"{where}.type", f"must be {kinds}, got {shown(kind)}", "unsupported_content")
 
 
 def _pop_thought(messages: list[Body]) -> Body:
@@ -185,7 +189,15 @@ def _full_name(group: object, name: object) -> object:
     return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
 
 
-def _status(end: Body) -> str:
+def _tool_choice(choice: Any) -> object:
+    """Convert a tool_choice. In a chat, the name of a function is one level deeper."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        name = _full_name(choice.get("namespace"), choice["name"])
+        return {"type": "function", "function": {"name": name}}
+    return choice
+
+
+def _status(end: End) -> str:
     return "incomplete" if end["finish"] == "length" else "completed"
 
 
@@ -236,39 +248,39 @@ class ResponseBodies(AnswerBodies):
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
         if thought := delta.get("reasoning_content"):
-            return [*self._open("reasoning"), self._add(thought)]
+            return [*self._open_item("reasoning"), self._add_text(thought)]
         if text := delta.get("content"):
-            return [*self._open("message"), self._add(text, logprobs or [])]
+            return [*self._open_item("message"), self._add_text(text, logprobs or [])]
         # do not send calls here, because `last` sends them
         return []
 
-    def last(self, logprobs: list[Body] | None, end: Body) -> list[str]:
+    def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
         if self._item and self._item["type"] == "message":
             self._item["content"][0]["logprobs"] += logprobs or []
-        lines = self._close(_status(end))
+        lines = self._close_item(_status(end))
         for call in end["message"].get("tool_calls", []):
             lines += self._call_events(call)
-        return [*lines, self._event(f"response.{_status(end)}", response=self._done(end))]
+        return [*lines, self._event(f"response.{_status(end)}", response=self._response(end))]
 
     def failed(self, error: ApiError) -> list[str]:
         return [self._event("error", code=error.code, message=error.message, param=error.param)]
 
-    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+    def whole(self, logprobs: list[Body] | None, end: End) -> Body:
         message = end["message"]
         if thought := message.get("reasoning_content"):
             self._output.append(_text_item("reasoning", "completed", thought))
         if message["content"] or not message.get("tool_calls"):
             self._output.append(_text_item("message", _status(end), message["content"], logprobs))
         self._output += map(self._call_item, message.get("tool_calls", []))
-        return self._done(end)
+        return self._response(end)
 
     # parts of a stream
 
-    def _open(self, kind: str) -> list[str]:
+    def _open_item(self, kind: str) -> list[str]:
         """Open an item of this kind. If an item of another kind is open, close it first."""
         if self._item and self._item["type"] == kind:
             return []
-        lines = self._close("completed")
+        lines = self._close_item("completed")
         self._item = _text_item(kind, "in_progress", "")
         return [
             *lines,
@@ -276,7 +288,7 @@ class ResponseBodies(AnswerBodies):
             self._part_event("response.content_part.added", part=self._item["content"][0]),
         ]
 
-    def _add(self, text: str, logprobs: list[Body] | None = None) -> str:
+    def _add_text(self, text: str, logprobs: list[Body] | None = None) -> str:
         """Add a text to the open item. logprobs: records of the text's tokens, or None for a thought."""
         assert self._item
         (part,) = self._item["content"]
@@ -286,7 +298,7 @@ class ResponseBodies(AnswerBodies):
         part["logprobs"] += logprobs
         return self._part_event(f"response.{part['type']}.delta", delta=text, logprobs=logprobs)
 
-    def _close(self, status: str) -> list[str]:
+    def _close_item(self, status: str) -> list[str]:
         """Close the open item, if there is one.
 
         status: status of the item if it is a message. A thought always gets the status "completed".
@@ -321,10 +333,12 @@ class ResponseBodies(AnswerBodies):
     def _call_item(self, call: Body) -> Body:
         function = call["function"]
         name = self._namespaced.get(function["name"], {"name": function["name"]})
-        item = {"id": _id("fc"), "type": "function_call", "status": "completed", "call_id": call["id"]}
+        # a limit may have cut the arguments, which are then no JSON
+        status = "completed" if isinstance(loaded(function["arguments"]), dict) else "incomplete"
+        item = {"id": _id("fc"), "type": "function_call", "status": status, "call_id": call["id"]}
         return {**item, **name, "arguments": function["arguments"]}
 
-    def _done(self, end: Body) -> Body:
+    def _response(self, end: End) -> Body:
         is_cut = end["finish"] == "length"
         n_prompt, n = end["n_prompt"], end["n_written"]
         return self._common | {
@@ -342,7 +356,7 @@ class ResponseBodies(AnswerBodies):
                 "output_tokens_details": {"reasoning_tokens": end["n_thought"]},
                 "total_tokens": n_prompt + n,
             },
-            **self._held(end),
+            **self._kvtool(end),
         }
 
     def _item_event(self, change: str, item: Body) -> str:

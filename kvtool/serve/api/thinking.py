@@ -17,7 +17,7 @@ _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
 _BUDGETS = ("thinking_budget", "reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
 """Fields for the maximum number of tokens of a thought, as other servers name them."""
 
-_MOST = 2**31 - 1
+_MAX_BUDGET = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,8 @@ def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
     variables = need(fields.pop("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt"):
         if name in variables and (name, variables[name]) != ("add_generation_prompt", True):
-            where = f"chat_template_kwargs.{name}"
-            raise ApiError(f"{where} cannot be set; it follows from the request", param=where)
-    budgets = {name: fields.whole(name, -1, _MOST) for name in _BUDGETS}
+            raise ApiError.at(f"chat_template_kwargs.{name}", "cannot be set; it follows from the request")
+    budgets = {name: fields.whole(name, -1, _MAX_BUDGET) for name in _BUDGETS}
     effort, where, is_needed, more = _effort(fields)
     given = ((name, each) for name, each in (budgets | more).items() if each is not None)
     name, budget = next(given, ("", None))
@@ -103,9 +102,7 @@ def _thinking(value: dict[str, Any] | None) -> tuple[str | None, int | None]:
         return None, None
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ApiError(
-            f"thinking.type must be one of {', '.join(_KINDS)}, got {shown(kind)}", param="thinking.type"
-        )
+        raise ApiError.at("thinking.type", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")
     return _KINDS[kind], _whole(value, "thinking", "budget_tokens")
 
 
@@ -124,7 +121,7 @@ def _reasoning(value: dict[str, Any] | None) -> tuple[str | None, str | None, in
 
 def _whole(value: dict[str, Any], of: str, name: str) -> int | None:
     n = value.get(name)
-    return None if n is None else need_whole(n, f"{of}.{name}", -1, _MOST)
+    return None if n is None else need_whole(n, f"{of}.{name}", -1, _MAX_BUDGET)
 
 
 def _level(value: Any, name: str) -> str | None:
@@ -133,7 +130,7 @@ def _level(value: Any, name: str) -> str | None:
     level = {"none": OFF}.get(value, value) if isinstance(value, str) else None
     if level not in (OFF, *LEVELS):
         right = ", ".join(("none", *LEVELS))
-        raise ApiError(f"{name} must be one of {right}, got {shown(value)}", param=name)
+        raise ApiError.at(name, f"must be one of {right}, got {shown(value)}")
     return level
 
 

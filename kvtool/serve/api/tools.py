@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import need, optional
@@ -43,7 +43,7 @@ def check_tools(value: object) -> list[dict[str, Any]]:
     for n, tool in enumerate(tools):
         name = tool["function"]["name"]
         if name in names:
-            _wrong(f"tools[{n}].function.name", f"must be unique; there are two tools {name!r}")
+            raise ApiError.at(f"tools[{n}].function.name", f"must be unique; there are two tools {name!r}")
         names.add(name)
     return tools
 
@@ -52,11 +52,13 @@ def _tool(value: object, where: str) -> dict[str, Any]:
     tool = need(value, dict, where)
     kind, at = tool.get("type"), f"{where}.function"
     if kind != "function":
-        _wrong(f"{where}.type", f"must be 'function'{_got(kind)}; other kinds of tools are not supported")
+        raise ApiError.at(
+            f"{where}.type", f"must be 'function'{_got(kind)}; other kinds of tools are not supported"
+        )
     given = need(tool.get("function"), dict, at)
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        _wrong(f"{at}.name", f"must be 1 to 128 letters, digits, '_' or '-'{_got(name)}")
+        raise ApiError.at(f"{at}.name", f"must be 1 to 128 letters, digits, '_' or '-'{_got(name)}")
     function = {
         "name": name,
         "description": optional(given.get("description"), str, f"{at}.description"),
@@ -72,15 +74,15 @@ def _parameters(value: object, where: str) -> dict[str, Any]:
     if value is None:
         return {"type": "object", "properties": {}}
     if not isinstance(value, dict):
-        _wrong(where, "must be a JSON schema, which is an object")
+        raise ApiError.at(where, "must be a JSON schema, which is an object")
     if value.get("type", "object") != "object":
-        _wrong(f"{where}.type", f"must be 'object'{_got(value['type'])}")
+        raise ApiError.at(f"{where}.type", f"must be 'object'{_got(value['type'])}")
     for name, schema in need(value.get("properties", {}), dict, f"{where}.properties").items():
         if not isinstance(schema, (dict, bool)):
-            _wrong(f"{where}.properties.{name}", "must be a JSON schema")
+            raise ApiError.at(f"{where}.properties.{name}", "must be a JSON schema")
     required = value.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        _wrong(f"{where}.required", "must be a list of names")
+        raise ApiError.at(f"{where}.required", "must be a list of names")
     # do not change the order of the keys, because the template shows them in this order
     return value if "type" in value else {"type": "object", **value}
 
@@ -99,29 +101,27 @@ def check_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
     if value == "none":
         return Choice("none")
     if value != "required":
-        _wrong("tool_choice", f"must be 'none', 'auto', 'required' or an object{_got(value)}")
+        raise ApiError.at("tool_choice", f"must be 'none', 'auto', 'required' or an object{_got(value)}")
     if not tools:
-        _wrong("tool_choice", "must not be 'required' without tools")
+        raise ApiError.at("tool_choice", "must not be 'required' without tools")
     return Choice("required")
 
 
 def _named(value: dict[str, Any], names: list[str]) -> str:
     kind = value.get("type")
     if kind != "function":
-        _wrong("tool_choice.type", f"must be 'function'{_got(kind)}; other kinds are not supported")
+        raise ApiError.at(
+            "tool_choice.type", f"must be 'function'{_got(kind)}; other kinds are not supported"
+        )
     function = value.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        _wrong("tool_choice.function.name", "must be the name of a tool")
+        raise ApiError.at("tool_choice.function.name", "must be the name of a tool")
     if name not in names:
-        _wrong("tool_choice.function.name", f"must be the name of a tool in tools, got {name!r}")
+        raise ApiError.at("tool_choice.function.name", f"must be the name of a tool in tools, got {name!r}")
     return name
 
 
 def _got(value: object) -> str:
     """Return the end of an error message that quotes the value. Return "" if the value is not a text."""
     return f", got {value[:80]!r}" if isinstance(value, str) else ""
-
-
-def _wrong(where: str, fault: str) -> NoReturn:
-    raise ApiError(f"{where} {fault}", param=where)

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.serve.api.fields import shown
+from kvtool.serve.events import End
 
 _GONE = 499
 """Status of an answer that is not sent, because the client has left."""
@@ -58,6 +59,6 @@ class AccessLog:
             self._say(line)
 
 
-def _tokens(end: dict[str, Any]) -> str:
+def _tokens(end: End) -> str:
     read = f"{end['n_prompt']:,} tokens ({end['n_cached']:,} cached) read in {end['read_s']:.1f} s"
     return f"{read}, {end['n_written']:,} written in {end['write_s']:.1f} s ({end['finish']})"

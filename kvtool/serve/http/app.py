@@ -24,6 +24,7 @@ from kvtool.serve.api.errors import ApiError, internal_error
 from kvtool.serve.api.fields import Fields, wrong
 from kvtool.serve.api.requests import ChatRequest, Defaults, Request
 from kvtool.serve.api.responses import ResponseBodies
+from kvtool.serve.events import Event
 from kvtool.serve.http import gate, metrics, page
 from kvtool.serve.http.access import AccessLog
 from kvtool.serve.http.gate import Limits
@@ -122,11 +123,11 @@ def make(site: Site) -> Starlette:
     routes = [
         # the page needs no key, because it asks the user for the key
         route("/", _page, is_open=True),
-        route("/v1/chat/completions", _chat, "POST"),
-        route("/v1/completions", _text, "POST"),
-        route("/v1/responses", _response, "POST"),
+        route("/v1/chat/completions", _chat_completions, "POST"),
+        route("/v1/completions", _completions, "POST"),
+        route("/v1/responses", _responses, "POST"),
         route("/v1/responses/input_tokens", _count_response, "POST"),
-        route("/v1/messages", _message, "POST"),
+        route("/v1/messages", _messages, "POST"),
         route("/v1/messages/count_tokens", _count_message, "POST"),
         route("/v1/embeddings", _embeddings, "POST"),
         route("/v1/models", _models),
@@ -163,39 +164,48 @@ def _without_slash(app: ASGIApp) -> ASGIApp:
 # answers
 
 
-async def _chat(site: Site, http: HttpRequest) -> Response:
-    request = _chat_request(site, http, await gate.body(site.limits, http))
+async def _chat_completions(site: Site, http: HttpRequest) -> Response:
+    request = await gate.checked(site.limits, http, lambda body: _chat_request(site, http, body))
     bodies = CompletionBodies("chat", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
-async def _text(site: Site, http: HttpRequest) -> Response:
-    request = requests.text(await gate.body(site.limits, http), site.defaults)
+async def _completions(site: Site, http: HttpRequest) -> Response:
+    request = await gate.checked(site.limits, http, lambda body: requests.check_text(body, site.defaults))
     bodies = CompletionBodies("text", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
-async def _response(site: Site, http: HttpRequest) -> Response:
-    body = await gate.body(site.limits, http)
-    request = _chat_request(site, http, *responses.as_chat(body))
-    return await _answer(site, http, request, ResponseBodies(site.model, site.policy, body))
+async def _responses(site: Site, http: HttpRequest) -> Response:
+    def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
+        request = _chat_request(site, http, *responses.as_chat(body))
+        return request, ResponseBodies(site.model, site.policy, body)
+
+    return await _answer(site, http, *await gate.checked(site.limits, http, check))
 
 
-async def _message(site: Site, http: HttpRequest) -> Response:
-    body = await gate.body(site.limits, http)
-    request = _chat_request(site, http, *anthropic.as_chat(body))
-    return await _answer(site, http, request, AnthropicBodies(site.model, site.policy, body, http.state.id))
+async def _messages(site: Site, http: HttpRequest) -> Response:
+    def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
+        request = _chat_request(site, http, *anthropic.as_chat(body))
+        return request, AnthropicBodies(site.model, site.policy, body, http.state.id)
+
+    return await _answer(site, http, *await gate.checked(site.limits, http, check))
 
 
 async def _count_response(site: Site, http: HttpRequest) -> Response:
-    chat = responses.as_chat(await gate.body(site.limits, http))
-    n = await _counted(site, http, _chat_request(site, http, *chat))
+    def check(body: Any) -> ChatRequest:
+        return _chat_request(site, http, *responses.as_chat(body))
+
+    n = await _counted(site, http, await gate.checked(site.limits, http, check))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
 
 
 async def _count_message(site: Site, http: HttpRequest) -> Response:
-    chat = anthropic.as_chat(await gate.body(site.limits, http), is_counted=True)
-    return JSONResponse({"input_tokens": await _counted(site, http, _chat_request(site, http, *chat))})
+    def check(body: Any) -> ChatRequest:
+        return _chat_request(site, http, *anthropic.as_chat(body, is_counted=True))
+
+    n = await _counted(site, http, await gate.checked(site.limits, http, check))
+    return JSONResponse({"input_tokens": n})
 
 
 async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
@@ -219,7 +229,7 @@ async def _embeddings(site: Site, http: HttpRequest) -> Response:
 def _chat_request(
     site: Site, http: HttpRequest, body: object, places: Mapping[str, str] | None = None
 ) -> ChatRequest:
-    return requests.chat(body, site.defaults, http.headers.get("x-session-id"), places)
+    return requests.check_chat(body, site.defaults, http.headers.get("x-session-id"), places)
 
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnswerBodies) -> Response:
@@ -239,7 +249,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
         raise
 
 
-async def _next_event(job: Job, skipped: tuple[str, ...]) -> Body | None:
+async def _next_event(job: Job, skipped: tuple[str, ...]) -> Event | None:
     """Return the next event whose kind is not in `skipped`; None if a ping is due before this event."""
     try:
         return await asyncio.wait_for(job.next_event(*skipped), PING_S)
@@ -271,40 +281,44 @@ class _Streamed(StreamingResponse):
 
 async def _complete(site: Site, job: Job, request: Request, bodies: AnswerBodies) -> Response:
     """Return an answer that is not streamed."""
-    logprobs: list[Body] = []
+    logprobs: list[Body] | None = None if request.logprobs is None else []
     while True:
-        event = await job.next_event("reading")
+        event = await job.next_event()
         if event["kind"] == "error":
             raise event["error"]
-        logprobs += event.get("logprobs", [])
+        if event["kind"] == "piece" and logprobs is not None:
+            logprobs += event["logprobs"]
         if event["kind"] == "end":
             job.end = event
             site.counts.add(event)
-            return JSONResponse(bodies.whole(None if request.logprobs is None else logprobs, event))
+            return JSONResponse(bodies.whole(logprobs, event))
 
 
 async def _stream(
-    site: Site, job: Job, request: Request, bodies: AnswerBodies, first: Body | None
+    site: Site, job: Job, request: Request, bodies: AnswerBodies, first: Event | None
 ) -> AsyncIterator[str]:
     """Yield the lines of an answer that is streamed. first: the first event, or None to begin with a ping."""
     skipped = ("read",) if request.with_progress else ("reading", "read")
     lines = bodies.first()
     # log-probabilities of tokens whose text has not been sent yet; None if none were requested
     logprobs: list[Body] | None = None if request.logprobs is None else []
-    event, sent_at = first or {"kind": "read"}, time.monotonic()
+    event, sent_at = first, time.monotonic()
     while True:
-        lines += bodies.begun(job.counts)
-        if event["kind"] == "reading":
-            lines += bodies.progress(job.counts, event)
-        if logprobs is not None:
-            logprobs += event.get("logprobs", [])
-        for delta in event.get("deltas", []):
-            lines += bodies.piece(delta, logprobs)
-            logprobs = None if logprobs is None else []
-        if event["kind"] == "error":
+        lines += bodies.prompt_known(job.prompt_counts)
+        if event is None:
+            lines.append(bodies.ping())
+        elif event["kind"] == "reading":
+            lines += bodies.progress(job.prompt_counts, event)
+        elif event["kind"] == "piece":
+            if logprobs is not None:
+                logprobs += event["logprobs"]
+            for delta in event["deltas"]:
+                lines += bodies.piece(delta, logprobs)
+                logprobs = None if logprobs is None else []
+        elif event["kind"] == "error":
             job.error = event["error"]
             lines += bodies.failed(event["error"])
-        if event["kind"] == "end":
+        elif event["kind"] == "end":
             job.end = event
             site.counts.add(event)
             lines += bodies.last(logprobs, event)
@@ -314,12 +328,9 @@ async def _stream(
         for line in lines:
             sent_at = time.monotonic()
             yield line
-        if event["kind"] in ("end", "error"):
+        if event and event["kind"] in ("end", "error"):
             return
-        lines = []
-        while (next_event := await _next_event(job, skipped)) is None:
-            yield "".join([*bodies.begun(job.counts), bodies.ping()])
-        event = next_event
+        lines, event = [], await _next_event(job, skipped)
 
 
 # other routes
@@ -364,7 +375,7 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
-    fields = Fields(await gate.body(site.limits, http))
+    fields = await gate.checked(site.limits, http, Fields)
     # vLLM uses the names "prompt" and "add_special_tokens"
     content = next((text for text in map(fields.text, ("content", "prompt")) if text is not None), None)
     if content is None:
@@ -394,9 +405,13 @@ def _piece(data: bytes) -> str | list[int]:
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
-    tokens = Fields(await gate.body(site.limits, http)).pop("tokens")
-    if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
-        raise ApiError("tokens must be a list of whole numbers", param="tokens")
+    def check(body: Any) -> list[int]:
+        tokens = Fields(body).pop("tokens")
+        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+            raise ApiError.at("tokens", "must be a list of whole numbers")
+        return tokens
+
+    tokens = await gate.checked(site.limits, http, check)
     assert site.detokenize
     data = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
     text = data.decode("utf-8", "replace")
@@ -427,8 +442,11 @@ async def _unless(event: Awaitable[object], error: Exception, result: Awaitable[
             return waited.result()
         raise error
     finally:
-        waited.cancel()
-        happened.cancel()
+        for task in (waited, happened):
+            task.cancel()
+            # a cancelled task may still fail, for example because its client leaves now. Retrieve its
+            # error, because asyncio prints errors that nobody retrieves
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 async def _gone(http: HttpRequest) -> None:

@@ -7,9 +7,10 @@ import hmac
 import re
 import socket
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -22,6 +23,8 @@ from starlette.types import Receive, Scope, Send
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import parsed, shown
 
+_T = TypeVar("_T")
+
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Pattern of origins that are always allowed: pages from this machine may send requests."""
 
@@ -29,7 +32,7 @@ _ENCODINGS = ("gzip", "x-gzip", "deflate")
 """Content encodings of request bodies that can be decoded."""
 
 _SMALL = 2**16
-"""Maximum number of bytes of a body that the main thread parses. Another thread parses longer bodies."""
+"""Maximum number of bytes of a body that the main thread parses and checks."""
 
 _PIECE = 2**10
 """Number of encoded bytes that are decoded at once. At the end of each part of gzip data, the decoder copies
@@ -51,7 +54,7 @@ class Limits:
     origins
         Origins of web pages and apps that may send requests. Pages from this machine are always allowed. "*"
         allows all origins.
-    most_bytes
+    max_bytes
         Maximum number of bytes of a body, before and after decoding.
     read_timeout
         Maximum time until a body has arrived, in seconds.
@@ -60,7 +63,7 @@ class Limits:
     keys: tuple[str, ...] = ()
     names: frozenset[str] | None = None
     origins: tuple[str, ...] = ()
-    most_bytes: int = 64 * 2**20
+    max_bytes: int = 64 * 2**20
     read_timeout: float = 30.0
 
     def allows(self, origin: str) -> bool:
@@ -180,8 +183,11 @@ def client(http: Request) -> str:
     return id or (http.client.host if http.client else "")
 
 
-async def body(limits: Limits, http: Request) -> Any:
-    """Return the JSON of a request. Raises ApiError."""
+async def checked(limits: Limits, http: Request, check: Callable[[Any], _T]) -> _T:
+    """Return the result of `check`, which is called with the JSON of a request. Raises ApiError.
+
+    A long body is parsed and checked in another thread.
+    """
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_ENCODINGS):
         raise ApiError(
@@ -194,21 +200,22 @@ async def body(limits: Limits, http: Request) -> Any:
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to arrive", status=408, code="timeout") from None
     if encoding not in _ENCODINGS and len(data) <= _SMALL:
-        return parsed(data)
+        return check(parsed(data))
+
+    def work() -> _T:
+        is_encoded = encoding in _ENCODINGS
+        return check(parsed(_decoded(data, encoding, limits.max_bytes) if is_encoded else data))
+
     # use another thread, because large data take time, and decoded data can be a thousand times as long
-    return await asyncio.to_thread(_parsed, data, encoding, limits.most_bytes)
-
-
-def _parsed(data: bytes, encoding: str, most: int) -> Any:
-    return parsed(_decoded(data, encoding, most) if encoding in _ENCODINGS else data)
+    return await asyncio.to_thread(work)
 
 
 async def _bytes(limits: Limits, http: Request) -> bytes:
     parts, n = [], 0
     async for part in http.stream():
         n += len(part)
-        if n > limits.most_bytes:
-            raise _too_large(limits.most_bytes)
+        if n > limits.max_bytes:
+            raise _too_large(limits.max_bytes)
         parts.append(part)
     return b"".join(parts)
 

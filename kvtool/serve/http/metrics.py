@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from kvtool.serve.events import End
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class Counts:
     read_s: float = 0.0
     write_s: float = 0.0
 
-    def add(self, end: dict[str, Any]) -> None:
+    def add(self, end: End) -> None:
         """Add an answer. end: its last event."""
         self.answered += 1
         self.cached += end["n_cached"]

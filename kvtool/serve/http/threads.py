@@ -22,7 +22,7 @@ class ModelThreads:
     """
 
     def __init__(self) -> None:
-        self._room = threading.Semaphore(_N_MAX)
+        self._permits = threading.Semaphore(_N_MAX)
 
     async def run(self, function: Callable[..., _T], *values: Any) -> _T:
         """Return the result of a function.
@@ -32,7 +32,7 @@ class ModelThreads:
         future: Future[_T] = Future()
 
         def work() -> None:
-            with self._room:
+            with self._permits:
                 if not future.set_running_or_notify_cancel():
                     return
                 try:
@@ -47,4 +47,4 @@ class ModelThreads:
     def close(self) -> None:
         """Wait until no function runs. Later functions never begin, so the model can then be freed."""
         for _ in range(_N_MAX):
-            self._room.acquire()
+            self._permits.acquire()

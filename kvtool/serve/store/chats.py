@@ -43,7 +43,7 @@ class StoredChat:
         Digest of the messages.
     n_bytes
         Number of bytes of the session file and its archive.
-    is_start
+    is_system_only
         True if the chat has only a system prompt. Several chats may begin with it.
     marks
         Marks at the ends of the replies that the server wrote.
@@ -59,7 +59,7 @@ class StoredChat:
     archive_file: archive_file.ArchiveFile
     digest: bytes
     n_bytes: int
-    is_start: bool
+    is_system_only: bool
     marks: list[Mark]
     places: list[int]
     used: float = field(default_factory=time.monotonic)
@@ -73,7 +73,7 @@ class ChatStore:
     ----------
     folder
         The folder. It is made if it is missing. Only one server at a time may use it.
-    most_bytes
+    max_bytes
         Maximum number of bytes of all files. If there are more, the least recently used chats are deleted.
     fixed
         Values that a session must have to be continued, for example the model's digest. Sessions with other
@@ -90,9 +90,9 @@ class ChatStore:
         If the folder cannot be read or made.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, fixed: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, max_bytes: int, fixed: dict[str, Any]) -> None:
         self.folder = folder
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self.fixed = fixed
         self.chats: list[StoredChat] = []
         self.n_others = 0
@@ -168,7 +168,7 @@ class ChatStore:
         SessionError
             If the chat cannot be written. The stored chats are then unchanged.
         """
-        replaced = before if before in self.chats and before and not before.is_start else None
+        replaced = before if before in self.chats and before and not before.is_system_only else None
         path = replaced.path if replaced else self.folder / f"{secrets.token_hex(8)}{SUFFIX}"
         archive = replaced.archive_file if replaced else archive_file.ArchiveFile(path)
         is_written = False
@@ -190,9 +190,9 @@ class ChatStore:
         for twin in [each for each in self.chats if each.digest == digest]:
             # if a request was repeated, delete the chat that the first request has stored
             self.drop(twin)
-        is_start = _is_start(conversation.messages)
+        is_system_only = _is_system_only(conversation.messages)
         tokens = conversation.writer.tokens
-        chat = StoredChat(path, archive, digest, n_bytes, is_start, marks, places, tokens=tokens)
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, tokens=tokens)
         self.chats.append(chat)
         self._shrink(keep=chat)
         return chat
@@ -209,10 +209,10 @@ class ChatStore:
             chat.archive_file.close()
 
     def _shrink(self, keep: StoredChat) -> None:
-        """Delete the least recently used chats until all files together have at most `most_bytes`."""
+        """Delete the least recently used chats until all files together have at most `max_bytes`."""
         n_bytes = self.n_bytes
         for chat in sorted(self.chats, key=lambda each: each.used):
-            if n_bytes > self.most_bytes and chat is not keep:
+            if n_bytes > self.max_bytes and chat is not keep:
                 self.drop(chat)
                 n_bytes -= chat.n_bytes
 
@@ -254,7 +254,7 @@ class ChatStore:
             digest, n_bytes, used_at = bytes.fromhex(meta["digest"]), session.size(path), path.stat().st_mtime
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
             marks, places = _marks_in(meta), meta.get("checkpoints", [])
-            messages, is_start = meta["messages"], _is_start(meta["messages"])
+            messages, is_system_only = meta["messages"], _is_system_only(meta["messages"])
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, LookupError, ValueError, TypeError):
@@ -268,7 +268,7 @@ class ChatStore:
                     file.unlink()
         used = time.monotonic() - max(time.time() - used_at, 0)
         archive = archive_file.ArchiveFile(path)
-        self.chats.append(StoredChat(path, archive, digest, n_bytes, is_start, marks, places, used))
+        self.chats.append(StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, used))
 
 
 def _marks_in(meta: session.Meta) -> list[Mark]:
@@ -282,7 +282,7 @@ def _marks_in(meta: session.Meta) -> list[Mark]:
     ]
 
 
-def _is_start(messages: list[Message]) -> bool:
+def _is_system_only(messages: list[Message]) -> bool:
     return all(message["role"] == "system" for message in messages)
 
 

@@ -25,15 +25,15 @@ class History:
         name.
     tools
         Tools in the prompt.
-    past
-        See `Rendering.past`.
+    variables_key
+        See `Rendering.variables_key`.
     """
 
     def __init__(
-        self, name: str | None, tools: list[Any] | None, messages: list[Message], past: str = ""
+        self, name: str | None, tools: list[Any] | None, messages: list[Message], variables_key: str = ""
     ) -> None:
         self._name = name
-        self.digests = [_digest(past.encode(), tools or [])]
+        self.digests = [_digest(variables_key.encode(), tools or [])]
         for message in messages:
             self.add(message)
 

@@ -20,10 +20,10 @@ from kvtool.serve.rendering import Rendering
 from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
-LEAST_START = 256
+MIN_START = 256
 """Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception."""
 
-_LOADS, _MOST_LOADS = 32, 256
+_LOADS, _MAX_LOADS = 32, 256
 """Loading a stored chat of n tokens is assumed to take as long as reading n / 32 tokens, but not longer than
 reading 256 tokens.
 
@@ -110,19 +110,19 @@ class Resumer:
         self._pins = pins
         self._engine = conversation.writer.engine
         # the stored chat that the engine's chat continues
-        self._before: StoredChat | None = None
+        self._continued: StoredChat | None = None
         # the stored chat whose stream the engine holds
-        self._at: StoredChat | None = None
+        self._current: StoredChat | None = None
         # marks at the ends of earlier replies of the chat
         self._marks: list[Mark] = []
         # number of tokens of the system prompt and the tools of the last chat
-        self._n_start = 0
+        self._n_system = 0
         self.n_cached = 0
         self.unsaved: str | None = None
 
-    def leave(self) -> None:
+    def forget_chat(self) -> None:
         """Forget which chat the engine holds. Call this before another text uses the engine."""
-        self._at = None
+        self._current = None
 
     def use(self, rendering: Rendering) -> None:
         if rendering is not self.rendering:
@@ -136,41 +136,41 @@ class Resumer:
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
         """Bring the engine to the longest stored beginning of a chat. Return the tokens after it, i32[n]."""
-        at, self._at = self._at, None
-        for candidate in self._candidates(at, messages, tools, history):
-            if (tokens := self._rewind(candidate, at, history)) is not None:
+        current, self._current = self._current, None
+        for candidate in self._candidates(current, messages, tools, history):
+            if (tokens := self._rewind(candidate, current, history)) is not None:
                 # remember the chat that the engine holds, so that it can be rewound even if the client leaves
-                self._at = self._before
+                self._current = self._continued
                 return tokens
-            # the engine may no longer hold `at`, because the failed rewind may have loaded another stream
-            at = None
+            # the failed rewind may have loaded another stream, so the engine may no longer hold `current`
+            current = None
         tokens, n_pinned = self._whole(messages, tools)
-        self._marks, self._before = [], self._start_of(history, tokens)
-        if not self._before:
+        self._marks, self._continued = [], self._load_system_prompt(history, tokens)
+        if not self._continued:
             self.conversation.start_over(n_pinned)
         self.n_cached = self._engine.n_past
         return tokens[self.n_cached :]
 
-    def _start_of(self, history: History, tokens: np.ndarray) -> StoredChat | None:
+    def _load_system_prompt(self, history: History, tokens: np.ndarray) -> StoredChat | None:
         """Load the system prompt and the tools of a chat, if they are stored. Otherwise return None.
 
         tokens: the tokens of the whole chat, i32[n].
         """
-        start = self.chats.find(history.digests[1])
-        if not start or not start.is_start:
+        system = self.chats.find(history.digests[1])
+        if not system or not system.is_system_only:
             return None
         # use the request's seed instead of the stored seed
         writer = self.conversation.writer
         try:
-            self.conversation.restore(*self.chats.load(start), seed=writer.sampler.seed)
+            self.conversation.restore(*self.chats.load(system), seed=writer.sampler.seed)
         except SessionError:
             return None
-        start.used = time.monotonic()
+        system.used = time.monotonic()
         # do not use the stored tokens if the template now gives other tokens
-        return start if n_equal(writer.tokens, tokens) == self._engine.n_past < len(tokens) else None
+        return system if n_equal(writer.tokens, tokens) == self._engine.n_past < len(tokens) else None
 
     def _candidates(
-        self, at: StoredChat | None, messages: list[Message], tools: list[Any], history: History
+        self, current: StoredChat | None, messages: list[Message], tools: list[Any], history: History
     ) -> list[_Candidate]:
         """Return up to three streams that have a beginning in common with the chat. The best stream is first.
 
@@ -182,13 +182,13 @@ class Resumer:
         One of the streams may be the engine's own, which does not have to be loaded.
         """
         known = {digest.hex() for digest in history.digests}
-        marks_of: dict[StoredChat | None, list[Mark]] = {at: []}
+        marks_of: dict[StoredChat | None, list[Mark]] = {current: []}
         for each in self.chats.chats:
             marks_of[each] = [mark for mark in each.marks if mark.digest in known]
         after = cache(lambda n_message: self._after(n_message, messages, tools))
         candidates: list[_Candidate] = []
         for chat in sorted(marks_of, key=lambda each: -len(marks_of[each])):
-            is_here = chat is at
+            is_here = chat is current
             stream = self.chats.tokens(chat) if chat and not is_here else self.conversation.writer.stream
             marks = [mark for mark in marks_of[chat] if mark.n_token <= len(stream)]
             tokens, n_pinned = after(marks[-1].n_message if marks else 0)
@@ -201,24 +201,28 @@ class Resumer:
                 n = 0
             elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
                 n = max((place for place in chat.places if place <= n), default=0)
-            less = 0 if is_here or marks else min(len(stream) // _LOADS, _MOST_LOADS)
+            less = 0 if is_here or marks else min(len(stream) // _LOADS, _MAX_LOADS)
             candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
             if marks and n == len(stream):
                 break
         usable = (candidate for candidate in candidates if candidate.n > 0)
         # if several are equally good, prefer the engine's stream, then the shortest stream, which loads
         # fastest
-        ranked = sorted(usable, key=lambda each: (each.n, each.chat is at, -each.n_stream), reverse=True)
+        ranked = sorted(usable, key=lambda each: (each.n, each.chat is current, -each.n_stream), reverse=True)
         return ranked[:3]
 
-    def _rewind(self, candidate: _Candidate, at: StoredChat | None, history: History) -> np.ndarray | None:
+    def _rewind(
+        self, candidate: _Candidate, current: StoredChat | None, history: History
+    ) -> np.ndarray | None:
         """Rewind a stream to the first token that is different in the chat. Return the tokens to read next.
 
-        Returns None if the engine cannot be rewound to this token. at: the stored chat that the engine holds.
+        Returns None if the engine cannot be rewound to this token.
+
+        current: the stored chat that the engine holds.
         """
         writer = self.conversation.writer
         seed, chat = writer.sampler.seed, candidate.chat
-        if chat is not at and chat is not None:
+        if chat is not current and chat is not None:
             try:
                 self.conversation.restore(*self.chats.load(chat), seed=seed)
             except SessionError:
@@ -232,21 +236,21 @@ class Resumer:
         n = first + n_equal(stream[first:], tokens[:most])
         if n_pinned is not None:
             n_pinned = self._engine.cache.pinnable(n_pinned)
-        is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # `is_start` is True if the pinned tokens must change, because the chat and the stream have different
+        repins = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
+        # `repins` is True if the pinned tokens must change, because the chat and the stream have different
         # system prompts. Give up after an eviction, because pins cannot change then. Also give up if the
         # chat's system prompt is stored, because it can be loaded
-        if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
+        if repins and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
         # the new chat replaces the stored chat if the rewind keeps all marks of the stored chat
         is_kept = chat is not None and bool(chat.marks) and n >= chat.marks[-1].n_token
-        self._before = chat if is_kept else None
+        self._continued = chat if is_kept else None
         if n < len(stream):
             n = min(n, self._engine.n_past)
             recent = candidate.marks[-1].writer["recent"] if candidate.marks else []
             if not writer.rewind(n, {"recent": recent, "unread": [], "seed": seed}):
                 return None
-        if is_start and n_pinned is not None:
+        if repins and n_pinned is not None:
             self._engine.pin(n_pinned)
         if chat:
             chat.used = time.monotonic()
@@ -256,8 +260,8 @@ class Resumer:
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """Return the tokens i32[n] of the whole chat, and how many of them are pinned."""
-        tokens, self._n_start = self.rendering.whole(messages, tools)
-        return tokens, self._n_start if self._pins else 0
+        tokens, self._n_system = self.rendering.whole(messages, tools)
+        return tokens, self._n_system if self._pins else 0
 
     def _after(
         self, n_message: int, messages: list[Message], tools: list[Any]
@@ -272,16 +276,17 @@ class Resumer:
                 return self.rendering.following(messages, n_message, tools), None
         return self._whole(messages, tools)
 
-    def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
+    def read_system_prompt(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Read the system prompt and the tools of a new chat, and store them. Return the unread tokens.
 
         Unless checkpoints are small, only full batches are read here. Then the batches, and therefore the
         cache, are the same as if the whole prompt was read at once.
         """
-        # If the cache can be rewound to any token, do not store the start: a later chat with the same start
-        # can continue from this chat. But store pinned tokens, because pins cannot change after an eviction
+        # If the cache can be rewound to any token, do not store the system prompt: a later chat with the
+        # same system prompt can continue from this chat. But store pinned tokens, because pins cannot change
+        # after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
-        n = pins if self._engine.rewinds_anywhere else self._n_start
+        n = pins if self._engine.rewinds_anywhere else self._n_system
         if not self._engine.checkpoints.are_small:
             n_batch = self._engine.settings.n_batch
             n = n // n_batch * n_batch
@@ -291,8 +296,8 @@ class Resumer:
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
         self._engine.checkpoints.take()
-        # If a checkpoint is a copy of the whole cache, also store the start as a chat. The engine has room
-        # for only a few such checkpoints, so a long chat may drop the checkpoint that was just made
+        # If a checkpoint is a copy of the whole cache, also store the system prompt as a chat. The engine
+        # has room for only a few such checkpoints, so a long chat may drop the checkpoint that was just made
         if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])
@@ -343,9 +348,11 @@ class Resumer:
     @property
     def _least(self) -> int:
         """Minimum number of tokens before a checkpoint. It is 1 for small checkpoints, which are fast."""
-        return 1 if self._engine.checkpoints.are_small else LEAST_START
+        return 1 if self._engine.checkpoints.are_small else MIN_START
 
-    def keep(self, history: History, messages: list[Message], reply: Message, tools: list[Any]) -> None:
+    def store_reply(
+        self, history: History, messages: list[Message], reply: Message, tools: list[Any]
+    ) -> None:
         """Store the chat with the reply to these messages. If this fails, `unsaved` has the reason.
 
         The thought of the reply stays in the cache if the template will render it in later requests.
@@ -358,7 +365,7 @@ class Resumer:
         history.add(earlier)
         digest = history.now
         self._marks.append(self.conversation.mark()._replace(digest=digest.hex()))
-        self._at = self._store(self._before, digest)
+        self._current = self._store(self._continued, digest)
 
     def _store(self, before: StoredChat | None, digest: bytes) -> StoredChat | None:
         chat = self.conversation

@@ -10,8 +10,16 @@ from typing import Any, Literal
 
 from kvtool.chats.stops import n_begun
 from kvtool.serve.tools import formats
-from kvtool.serve.tools.formats import Format
-from kvtool.serve.tools.values import NoCall, calls_in_json, calls_in_python, dumped, json_of_marked, typed
+from kvtool.serve.tools.formats import HERMES, Format
+from kvtool.serve.tools.values import (
+    NoCall,
+    calls_in_json,
+    calls_in_python,
+    dumped,
+    first_object,
+    json_of_marked,
+    typed,
+)
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Schema of each tool's parameters, by the tool's name."""
@@ -30,7 +38,7 @@ class Call:
     arguments: str
 
 
-Event = str | Call
+TextOrCall = str | Call
 """A part of the reply's text, or a call."""
 
 
@@ -57,7 +65,7 @@ class Parser:
         Tools that the model may call. The result of `check_tools`.
     rules
         "call" if a grammar forces the model to write a call. "or" if a grammar allows a call or an answer. ""
-        if there is no grammar. With a grammar, an incomplete call is left out and does not count as text.
+        if there is no grammar. With a grammar, an incomplete call does not count as text: see `end`.
     one_call
         True to end the reply after its first call.
 
@@ -66,7 +74,7 @@ class Parser:
     is_done
         True after the first call if the reply may have only one call. Later text is left out.
     has_left_out
-        True if an incomplete call, or anything after the only call, was left out.
+        True if a call was incomplete, or if anything after the only call was left out.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class Parser:
         *,
         one_call: bool = False,
     ) -> None:
+        self._format = format
         self._rules = rules
         self._one_call = one_call
         self.is_done = self.has_left_out = False
@@ -91,6 +100,8 @@ class Parser:
             self._bare_reader = _json if format is formats.LLAMA else _nothing_else
             self._readers |= {"```json": _wrapped("```"), "<tools>": _wrapped("</tools>")}
         self._rest = ""
+        # text of the call that was left out because it is incomplete
+        self._incomplete = ""
         # white space before a tag; it belongs to the call, or to the text if there is no call
         self._space = ""
         self._source: _GrowingText | None = None
@@ -99,7 +110,7 @@ class Parser:
         self._is_start = True
         self._follows_call = False
 
-    def feed(self, piece: str) -> Iterator[Event]:
+    def feed(self, piece: str) -> Iterator[TextOrCall]:
         """Yield the texts and calls that a piece completes. Text that may belong to a call is held back."""
         if self.is_done:
             self.has_left_out |= bool(piece.strip())
@@ -107,16 +118,37 @@ class Parser:
             self._source.text += piece
         else:
             self._rest += piece
-        yield from self._events(False)
+        yield from self._parts(False)
 
-    def end(self) -> Iterator[Event]:
-        """End the reply, and yield the text or the calls that were held back."""
-        yield from self._events(True)
+    def end(self, *, is_cut: bool = False) -> Iterator[TextOrCall]:
+        """End the reply, and yield the text or the calls that were held back.
 
-    def _events(self, has_ended: bool) -> Iterator[Event]:
+        With `rules`, an incomplete call is left out. But if a limit has cut the reply, and the arguments of
+        the call have begun, the call is yielded with this part of its arguments, as in OpenAI's API.
+
+        is_cut: True if a limit has cut the reply.
+        """
+        yield from self._parts(True)
+        if is_cut:
+            yield from self._numbered(self._begun_call(self._incomplete))
+
+    def _begun_call(self, text: str) -> Calls:
+        """Return the call that begins a text, with the arguments as far as the text has them.
+
+        The list is empty if the arguments have not begun, or if the format does not write them as JSON.
+        """
+        for format in (self._format, HERMES):
+            if format.parameters is None:
+                before, _, arguments = text.partition(format.middle)
+                name = before.rpartition(format.start)[2]
+                if arguments and name in self._tools:
+                    return [(name, first_object(arguments))]
+        return []
+
+    def _parts(self, has_ended: bool) -> Iterator[TextOrCall]:
         while True:
             if not self._source:
-                yield from self._text_events(has_ended)
+                yield from self._text_parts(has_ended)
                 if not self._source:
                     return
             source = self._source
@@ -130,19 +162,19 @@ class Parser:
                     self.is_done = True
                     self.has_left_out = len(calls) > 1 or bool(rest.strip())
                     calls, rest = calls[:1], ""
-                yield from self._call_events(calls)
+                yield from self._numbered(calls)
                 self._rest = rest
                 self._follows_call = self._is_start = True
             except NoCall:
                 if has_ended and self._rules:
-                    self._leave_out()
+                    self._leave_out(source.text)
                     return
                 yield self._space + self._tag
                 self._rest = source.text[len(self._tag) :]
                 self._follows_call = self._is_start = False
             self._source, self._space = None, ""
 
-    def _text_events(self, has_ended: bool) -> Iterator[Event]:
+    def _text_parts(self, has_ended: bool) -> Iterator[TextOrCall]:
         """Yield the text up to a possible call, and begin to read the call."""
         text = self._rest
         if self._follows_call:
@@ -171,15 +203,15 @@ class Parser:
         else:
             n_held = max(n_begun(text, tag) for tag in self._readers)
             if has_ended and self._rules and n_held and n_held == len(bare):
-                self._leave_out()
+                self._leave_out(text)
                 return
             before = text if has_ended else text[: len(text) - n_held].rstrip()
             self._rest = text[len(before) :]
         if before:
             yield before
 
-    def _leave_out(self) -> None:
-        self._source, self._rest, self.has_left_out = None, "", True
+    def _leave_out(self, text: str) -> None:
+        self._source, self._rest, self._incomplete, self.has_left_out = None, "", text, True
 
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
@@ -188,7 +220,7 @@ class Parser:
         self._source = _GrowingText(text[at:], 0 if tag in ("{", "[") else len(tag), self._one_call)
         self._reading = reader(self._source, self._tools)
 
-    def _call_events(self, calls: Calls) -> Iterator[Event]:
+    def _numbered(self, calls: Calls) -> Iterator[TextOrCall]:
         for name, arguments in calls:
             yield Call(self._n, f"call_{secrets.token_hex(12)}", name, arguments)
             self._n += 1

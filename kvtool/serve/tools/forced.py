@@ -18,7 +18,7 @@ from kvtool.serve.tools.formats import HERMES, LLAMA, Format, Parameters
 from kvtool.serve.tools.values import resolved, types_of
 
 _ANY_OBJECT = {"type": "object"}
-_HELD_OF_TEXT = {"pattern", "format", "minLength", "maxLength", "enum", "const", "allOf"}
+_TEXT_KEYWORDS = {"pattern", "format", "minLength", "maxLength", "enum", "const", "allOf"}
 _PLAIN_OBJECT = {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
     *("title", "description", "$schema", "$id"),
@@ -211,6 +211,6 @@ def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
     if not isinstance(schema, Mapping) or types & {"object", "array"}:
         return False
     parts = [resolved(part, root) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()]
-    if any(isinstance(part, Mapping) and part.keys() & _HELD_OF_TEXT for part in [schema, *parts]):
+    if any(isinstance(part, Mapping) and part.keys() & _TEXT_KEYWORDS for part in [schema, *parts]):
         return False
     return "string" in types or not schema.keys() & CONSTRAINING

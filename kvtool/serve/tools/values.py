@@ -148,6 +148,14 @@ def _past_space(text: str, at: int) -> int:
     return at
 
 
+def first_object(text: str) -> str:
+    """Return the JSON object with which a text begins. If the text ends within it, return the whole text."""
+    try:
+        return text[: _STRICT.raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return text
+
+
 def _members(source: _Source) -> dict[str, str]:
     """Read a JSON object, and return the text of each member's value."""
     source.expect("{")

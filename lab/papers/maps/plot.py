@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from kvtool.cli.inspect.plot import equal_parts, legend
 from lab.papers.maps.measure import Attention, Place, Share, SimilarQueries, Values
 
-MOST_PIXELS = 800
+MAX_PIXELS = 800
 """Maximum number of pixels along each side of a map. In a longer text several tokens share a pixel."""
 
 _GREEN = (0, 0.62, 0.25)
@@ -137,8 +137,8 @@ def _name(place: Place) -> str:
 
 
 def _coarse(array: np.ndarray) -> np.ndarray:
-    """f64[m, m], the means of equal parts of an array [n, n]; m is at most MOST_PIXELS."""
-    first, size = equal_parts(len(array), MOST_PIXELS)
+    """f64[m, m], the means of equal parts of an array [n, n]; m is at most MAX_PIXELS."""
+    first, size = equal_parts(len(array), MAX_PIXELS)
     sums = np.add.reduceat(np.add.reduceat(array, first, axis=0, dtype=np.float64), first, axis=1)
     coarse: np.ndarray = sums / np.outer(size, size)
     return coarse

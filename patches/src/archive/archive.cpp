@@ -193,16 +193,6 @@ void archive::forget(int64_t to) {
     }
 }
 
-void archive::keep(int64_t n) {
-    const int64_t first = whole(begin(), end() - n, end());
-    if (first > begin()) {
-        memory.fit(first, end());
-        memory.trim();
-        forget(first);
-        seal(1);
-    }
-}
-
 void archive::clear() {
     for (auto & l : layers) {
         l.set_span(0, 0);

@@ -210,9 +210,6 @@ public:
     // base of the newest run
     int64_t base() const { return frames.empty() ? 0 : frames.back().base; }
 
-    // delete all but the newest n tokens
-    void keep(int64_t n);
-
     // Delete the tokens from `end` on. Restore the state that the archive had just after token end - 1 was archived.
     // next: the stream's next position at that time. Runs may be removed, so the caller must call `set_base`
     // afterwards.

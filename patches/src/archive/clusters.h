@@ -19,6 +19,12 @@ constexpr int n_cluster = 16;                     // Number of clusters in a blo
 constexpr int n_set     = n_side;                 // Number of sets in a group of blocks. A set has n_side clusters.
 constexpr int n_grouped = n_set*n_side/n_cluster; // Number of blocks in a group.
 
+static_assert(n_cluster <= 16,          "a membership has 4 bits for a token's cluster");
+static_assert(n_cluster % n_side == 0,  "the mean keys of a block fill whole sides");
+static_assert(n_set*n_side <= 256,      "row_clusters::member has 8 bits for a cluster of a group");
+static_assert(n_grouped == n_set,       "residents give the blocks and the sets of a group the same numbers");
+static_assert(store::n_block <= 256,    "sealed_block::order has 8 bits for a token of a block");
+
 // rotation (RoPE) of a block's keys while they are clustered
 struct bearing {
     bool    is_far; // True for tokens beyond n_near: RoPE is undone, so their keys are at position 0.

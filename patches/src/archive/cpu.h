@@ -28,4 +28,22 @@ inline vector_set vectors() {
 #endif
 }
 
+#ifdef KVTOOL_X86
+template <typename F> KVTOOL_AVX2   static auto with_avx2  (const F & f) { return f(); }
+template <typename F> KVTOOL_AVX512 static auto with_avx512(const F & f) { return f(); }
+#endif
+
+// Return f(), compiled for the vector instructions of this CPU. f and the functions that it calls must be KVTOOL_INLINE
+template <typename F>
+static auto vectorized(const F & f) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return with_avx512(f);
+        case AVX2:   return with_avx2(f);
+        case PLAIN:  break;
+    }
+#endif
+    return f();
+}
+
 } // namespace kvtool

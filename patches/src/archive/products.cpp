@@ -74,26 +74,8 @@ static inline KVTOOL_INLINE void multiply_all(
     }
 }
 
-#ifdef KVTOOL_X86
-KVTOOL_AVX2 static void multiply_avx2(
-        float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n) {
-    multiply_all(c, cs, a, as, ak, b, bs, m, k, n);
-}
-KVTOOL_AVX512 static void multiply_avx512(
-        float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n) {
-    multiply_all(c, cs, a, as, ak, b, bs, m, k, n);
-}
-#endif
-
 void multiply_add(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n) {
-#ifdef KVTOOL_X86
-    switch (vectors()) {
-        case AVX512: return multiply_avx512(c, cs, a, as, ak, b, bs, m, k, n);
-        case AVX2:   return multiply_avx2  (c, cs, a, as, ak, b, bs, m, k, n);
-        case PLAIN:  break;
-    }
-#endif
-    multiply_all(c, cs, a, as, ak, b, bs, m, k, n);
+    vectorized([&]() KVTOOL_INLINE { multiply_all(c, cs, a, as, ak, b, bs, m, k, n); });
 }
 
 } // namespace kvtool

@@ -25,7 +25,7 @@ struct number_tables {
 static const number_tables & numbers() {
     static const auto tables = [] {
         number_tables res { { -INFINITY }, { 0.0f } };
-        for (int n = 1; n <= n_set*store::n_block; ++n) {
+        for (int n = 1; n <= n_grouped*store::n_block; ++n) {
             res.logs    .push_back(std::log((float) n));
             res.inverses.push_back(1.0f/n);
         }

@@ -175,76 +175,24 @@ static inline KVTOOL_INLINE void add_to(float * y, const float * x, int n, float
     }
 }
 
-#ifdef KVTOOL_X86
-KVTOOL_AVX2   static softmax_part exponentials_avx2  (float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
-KVTOOL_AVX512 static softmax_part exponentials_avx512(float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
-
-KVTOOL_AVX2   static softmax_part exponential_differences_avx2  (float * x, float * less, int n, float * e) { return exponential_differences_of(x, less, n, e); }
-KVTOOL_AVX512 static softmax_part exponential_differences_avx512(float * x, float * less, int n, float * e) { return exponential_differences_of(x, less, n, e); }
-
-KVTOOL_AVX2   static void exponential_columns_avx2  (float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
-KVTOOL_AVX512 static void exponential_columns_avx512(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
-
-KVTOOL_AVX2   static float keep_above_avx2  (float * x, int n, float least) { return keep_above_of(x, n, least); }
-KVTOOL_AVX512 static float keep_above_avx512(float * x, int n, float least) { return keep_above_of(x, n, least); }
-
-KVTOOL_AVX2   static void add_avx2  (float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
-KVTOOL_AVX512 static void add_avx512(float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
-#endif
-
 softmax_part exponentials(float * x, int n, float scale, float * e) {
-#ifdef KVTOOL_X86
-    switch (vectors()) {
-        case AVX512: return exponentials_avx512(x, n, scale, e);
-        case AVX2:   return exponentials_avx2  (x, n, scale, e);
-        case PLAIN:  break;
-    }
-#endif
-    return exponentials_of(x, n, scale, e);
+    return vectorized([&]() KVTOOL_INLINE { return exponentials_of(x, n, scale, e); });
 }
 
 softmax_part exponential_differences(float * x, float * less, int n, float * e) {
-#ifdef KVTOOL_X86
-    switch (vectors()) {
-        case AVX512: return exponential_differences_avx512(x, less, n, e);
-        case AVX2:   return exponential_differences_avx2  (x, less, n, e);
-        case PLAIN:  break;
-    }
-#endif
-    return exponential_differences_of(x, less, n, e);
+    return vectorized([&]() KVTOOL_INLINE { return exponential_differences_of(x, less, n, e); });
 }
 
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
-#ifdef KVTOOL_X86
-    switch (vectors()) {
-        case AVX512: return exponential_columns_avx512(x, n, n_column, scale, most, factor, sum);
-        case AVX2:   return exponential_columns_avx2  (x, n, n_column, scale, most, factor, sum);
-        case PLAIN:  break;
-    }
-#endif
-    exponential_columns_of(x, n, n_column, scale, most, factor, sum);
+    vectorized([&]() KVTOOL_INLINE { exponential_columns_of(x, n, n_column, scale, most, factor, sum); });
 }
 
 float keep_above(float * x, int n, float least) {
-#ifdef KVTOOL_X86
-    switch (vectors()) {
-        case AVX512: return keep_above_avx512(x, n, least);
-        case AVX2:   return keep_above_avx2  (x, n, least);
-        case PLAIN:  break;
-    }
-#endif
-    return keep_above_of(x, n, least);
+    return vectorized([&]() KVTOOL_INLINE { return keep_above_of(x, n, least); });
 }
 
 void add(float * y, const float * x, int n, float w) {
-#ifdef KVTOOL_X86
-    switch (vectors()) {
-        case AVX512: return add_avx512(y, x, n, w);
-        case AVX2:   return add_avx2  (y, x, n, w);
-        case PLAIN:  break;
-    }
-#endif
-    add_to(y, x, n, w);
+    vectorized([&]() KVTOOL_INLINE { add_to(y, x, n, w); });
 }
 
 } // namespace kvtool

@@ -131,7 +131,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
     const auto is_summed = [&](int s) { return kvtool.signals.has(s); };
 
     // signals of layer i: [n_kv, number of summed signals, n_head], or null
-    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i) {
+    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) {
         const auto & l = layers[i];
 
         const int64_t n_kv = in.layers[i].n_kv;
@@ -185,35 +185,20 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
         max_nodes += 40 + n_signal*(24 + 9*n_halving);
     }
 
-    std::vector<float> tmp;
+    const auto read = [&](size_t i, const float * from) {
+        const auto & l = layers[i];
 
-    for (const auto & p : by_device(layers)) {
-        const auto build_own = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) { return build(ctx, gf, p.layers[i]); };
-
-        const auto read = [&](const std::vector<ggml_tensor *> & results) {
-            for (size_t i = 0; i < results.size(); ++i) {
-                if (!results[i]) {
-                    continue;
-                }
-                tmp.resize(ggml_nelements(results[i]));
-                ggml_backend_tensor_get(results[i], tmp.data(), 0, ggml_nbytes(results[i]));
-
-                const auto & l = layers[p.layers[i]];
-
-                const float * from = tmp.data();
-                for (int row = l.row_0; row < l.row_0 + l.n_head; ++row) {
-                    for (int s = 0; s < n_signal; ++s) {
-                        if (is_summed(s)) {
-                            kvtool.signals.add(s, row, from, in.layers[p.layers[i]].n_kv, n);
-                            from += in.layers[p.layers[i]].n_kv;
-                        }
-                    }
+        for (int row = l.row_0; row < l.row_0 + l.n_head; ++row) {
+            for (int s = 0; s < n_signal; ++s) {
+                if (is_summed(s)) {
+                    kvtool.signals.add(s, row, from, in.layers[i].n_kv, n);
+                    from += in.layers[i].n_kv;
                 }
             }
-        };
-        if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), layers, p, max_nodes, in.all(), build_own, read)) {
-            return false;
         }
+    };
+    if (!kvtool.graphs.compute_each(lctx, *memory::cache(lctx), layers, max_nodes, in.all(), build, read)) {
+        return false;
     }
 
     kvtool.recent.decoded(n);

@@ -1,5 +1,4 @@
-// Expected attention of later queries, on the assumption that they resemble the last queries: statistics of logits, and
-// norms of values.
+// Expected attention of later queries, on the assumption that they resemble the last queries: statistics of logits.
 
 #pragma once
 
@@ -14,8 +13,5 @@ namespace kvtool {
 int32_t read_future(
         llama_kvtool & kvtool, llama_context & lctx, int32_t n_last, int64_t pos, float * mean, float * variance, int32_t n_head,
         int32_t n_cell);
-
-// see llama_kvtool_read_lengths
-int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, int32_t n_cell);
 
 } // namespace kvtool

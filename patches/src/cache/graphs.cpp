@@ -38,20 +38,6 @@ part all_of(const std::vector<layer> & layers) {
     return res;
 }
 
-std::vector<part> by_device(const std::vector<layer> & layers) {
-    const auto buft_of = [&](size_t i) { return ggml_backend_buffer_get_type(layers[i].k->buffer); };
-
-    std::vector<part> res;
-    for (size_t i = 0; i < layers.size(); ++i) {
-        auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return buft_of(p.layers[0]) == buft_of(i); });
-        if (it == res.end()) {
-            it = res.insert(it, { {}, nullptr });
-        }
-        it->layers.push_back(i);
-    }
-    return res;
-}
-
 // null if the layer's device has no spares
 kept_graph * graphs::kept_of(const layer & l, kept_use use) {
     const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
@@ -260,6 +246,47 @@ bool graphs::compute(
         read(results);
     }
 
+    return true;
+}
+
+// group the layers by device: one part per device
+static std::vector<part> by_device(const std::vector<layer> & layers) {
+    const auto buft_of = [&](size_t i) { return ggml_backend_buffer_get_type(layers[i].k->buffer); };
+
+    std::vector<part> res;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return buft_of(p.layers[0]) == buft_of(i); });
+        if (it == res.end()) {
+            it = res.insert(it, { {}, nullptr });
+        }
+        it->layers.push_back(i);
+    }
+    return res;
+}
+
+bool graphs::compute_each(
+        llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, size_t max_nodes,
+        const std::vector<input *> & inputs, const build_t & build, const std::function<void (size_t i, const float * data)> & read) {
+    lctx.synchronize();
+
+    std::vector<float> data;
+    for (const auto & p : by_device(layers)) {
+        const auto build_own = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+            return build(ctx, gf, p.layers[i], rot);
+        };
+        const auto read_own = [&](const std::vector<ggml_tensor *> & results) {
+            for (size_t i = 0; i < results.size(); ++i) {
+                if (results[i]) {
+                    data.resize(ggml_nelements(results[i]));
+                    ggml_backend_tensor_get(results[i], data.data(), 0, ggml_nbytes(results[i]));
+                    read(p.layers[i], data.data());
+                }
+            }
+        };
+        if (!compute(lctx, kv, layers, p, max_nodes, inputs, build_own, read_own)) {
+            return false;
+        }
+    }
     return true;
 }
 

@@ -88,10 +88,6 @@ struct part {
 // return one part with all these layers; a ggml scheduler computes its graph
 part all_of(const std::vector<layer> & layers);
 
-// Group the layers by device: one part per device. A ggml scheduler computes the graph of each part. Each list of an
-// edit is sent to a device only once, because one graph reads it
-std::vector<part> by_device(const std::vector<layer> & layers);
-
 class graphs {
 public:
     // Adds layer i of the part to the graph. Returns the tensor that has the layer's result after the graph is
@@ -109,6 +105,13 @@ public:
     bool compute(
             llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
             const std::vector<input *> & inputs, const build_t & build, const read_t & read = {});
+
+    // Wait for the last decode, then compute one graph per device, and call read(i, data) for each layer i that has a
+    // result. Results must be F32. `build` gets indices in `layers`. An input is sent to a device only once, because
+    // one graph reads it. Returns false if a device failed
+    bool compute_each(
+            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, size_t max_nodes,
+            const std::vector<input *> & inputs, const build_t & build, const std::function<void (size_t i, const float * data)> & read);
 
     // drop the kept graphs; call this if the tensors of the layers have changed
     void clear();

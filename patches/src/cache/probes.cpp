@@ -19,7 +19,7 @@ using namespace kvtool;
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || !kvtool->params.log_n || !kvtool->has_keys(k)) {
+    if (!kvtool || !kvtool->params.logn || !kvtool->has_keys(k)) {
         return q;
     }
 

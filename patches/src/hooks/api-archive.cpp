@@ -181,24 +181,17 @@ float llama_kvtool_missed(llama_context * ctx) {
     return guarded([&] { return kvtool->missed(*ctx); });
 }
 
-int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
+int32_t llama_kvtool_forget(llama_context * ctx) {
     auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {
         return -1;
     }
-    if (n < 0) {
-        return fail(format("n must be 0 or more, got %lld", (long long) n));
-    }
     return guarded([&]() -> int32_t {
         kvtool->drop_residents();
-        if (n > 0) {
-            kvtool->archive->tokens.keep(n);
-        } else {
-            if (kvtool->n_archived() > 0) {
-                llama_kvtool::forget_graphs(*ctx, true);
-            }
-            kvtool->archive->clear();
+        if (kvtool->n_archived() > 0) {
+            llama_kvtool::forget_graphs(*ctx, true);
         }
+        kvtool->archive->clear();
         kvtool->fill_recalled(*ctx);
         return 0;
     });
@@ -386,13 +379,13 @@ int32_t llama_kvtool_seal(llama_context * ctx, int64_t n_max) {
     return guarded([&]() -> int32_t { return kvtool->archive->tokens.seal_some(n_max, n_thread(ctx)); });
 }
 
-int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) {
+int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_block) {
     const auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
     }
-    if (n_token) {
-        *n_token = store::n_block;
+    if (n_block) {
+        *n_block = store::n_block;
     }
     return kvtool->archive ? kvtool->archive->tokens.slab_bytes() : 0;
 }

@@ -5,6 +5,7 @@
 #include "cache/edit-graph.h"
 #include "error.h"
 #include "cache/future.h"
+#include "cache/value-norms.h"
 #include "llama-kvtool.h"
 #include "memory.h"
 #include "state.h"
@@ -375,7 +376,7 @@ int64_t llama_kvtool_set_queries(llama_context * ctx, const float * in, const in
     return copy_queries(ctx, nullptr, in, const_cast<int32_t *>(pos));
 }
 
-int32_t llama_kvtool_read_lengths(llama_context * ctx, float * out, int32_t n_row, int32_t n_cell) {
+int32_t llama_kvtool_read_value_norms(llama_context * ctx, float * out, int32_t n_row, int32_t n_cell) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
@@ -384,7 +385,7 @@ int32_t llama_kvtool_read_lengths(llama_context * ctx, float * out, int32_t n_ro
         return fail(format("the buffer must not be null, n_row must be %d and n_cell in 1..%d, got %d and %d",
                 kvtool->n_row, kvtool->most_cells(), n_row, n_cell));
     }
-    return guarded([&] { return read_lengths(*kvtool, *ctx, out, n_cell); });
+    return guarded([&] { return read_value_norms(*kvtool, *ctx, out, n_cell); });
 }
 
 int32_t llama_kvtool_mark_drafts(llama_context * ctx, int32_t n) {

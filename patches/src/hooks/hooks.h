@@ -104,7 +104,7 @@ ggml_tensor * llama_kvtool_join(
         const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
-// If `log_n` is set, multiply each query by log_512 of the number of tokens that it has seen. Otherwise return q
+// If `logn` is set, multiply each query by log_512 of the number of tokens that it has seen. Otherwise return q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
 // True if kvtool is enabled. Attention then ignores the model's index, which chooses cells for each query. The index

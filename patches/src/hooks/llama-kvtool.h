@@ -24,7 +24,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 24
+#define LLAMA_KVTOOL_ABI 25
 
 // returned if the archive has no memory or disk space for a call; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -95,7 +95,7 @@ struct llama_kvtool_params {
     // rounded. True is for archives of earlier versions, which lack this multiplication
     bool plain;
 
-    bool log_n;  // Multiply the attention logits of a query that has seen t tokens by log_512(t).
+    bool logn;   // Multiply the attention logits of a query that has seen t tokens by log_512(t).
     bool ragged; // Rows may hold different numbers of cells.
 };
 
@@ -238,7 +238,7 @@ LLAMA_API int64_t llama_kvtool_deferred_bytes(const struct llama_context * ctx);
 // in any signal
 LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 
-// set how many tokens come before the next token; each decoded token adds one. Signals and log_n use this number
+// set how many tokens come before the next token; each decoded token adds one. Signals and logn use this number
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
 // Set the number of cells of each layer, without the cells of residents. n_cell[layer] must be at least the layer's
@@ -279,7 +279,7 @@ LLAMA_API int64_t llama_kvtool_set_queries(struct llama_context * ctx, const flo
 
 // Write the Euclidean norm of each cell's value to out[n_row][n_cell]. The norm is given as 1 if values are a part of
 // the keys (MLA), and as 0 beyond a layer's cells
-LLAMA_API int32_t llama_kvtool_read_lengths(struct llama_context * ctx, float * out, int32_t n_row, int32_t n_cell);
+LLAMA_API int32_t llama_kvtool_read_value_norms(struct llama_context * ctx, float * out, int32_t n_row, int32_t n_cell);
 
 // Copy a layer's first n_cell cells in their stored format to or from a buffer with room for them: all keys cell by
 // cell, then all values cell by cell. Both functions return the number of bytes; if the buffer is null, they do nothing
@@ -347,7 +347,7 @@ LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 // Make later steps attend to all archived tokens (at most n_token tokens) on the device of each layer. The tokens are
 // copied to the devices layer by layer through two buffers. n_token 0 ends this. Returns the size of the buffers on
 // devices, in bytes. A step fails if the archived keys have different bases, or if any of them is beyond n_near. Not
-// available with signals, with log_n, or if values are a part of the keys (MLA).
+// available with signals, with logn, or if values are a part of the keys (MLA).
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
 
 // Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has four kinds
@@ -361,7 +361,7 @@ LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token
 // Residents lie in additional cells at the end of each row, so a step computes nothing on the host. If the cells are
 // not enough, steps use synthetic cells again. n_token 0 ends this. Returns the size of the additional cells and
 // buffers on devices, in bytes.
-// Not available without flash attention or without synthetic cells, with signals, with log_n, with an index, if
+// Not available without flash attention or without synthetic cells, with signals, with logn, with an index, if
 // values are a part of the keys (MLA), or if layers lie on a worker. With recurrent layers, the context's n_rs_seq
 // must be above n_draft.
 LLAMA_API int64_t llama_kvtool_reside(struct llama_context * ctx, int32_t n_mean, int32_t n_mean_set, int32_t n_token);
@@ -377,8 +377,8 @@ LLAMA_API int64_t llama_kvtool_resident_bytes(struct llama_context * ctx, int32_
 // the last edit. To repeat the step, drop its tokens and decode them again
 LLAMA_API float llama_kvtool_missed(struct llama_context * ctx);
 
-// delete all but the newest n tokens of the archive; if none are left, another stream may begin
-LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
+// delete all tokens of the archive; another stream may then begin
+LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx);
 
 // Rewind the stream:
 // - The archive deletes its tokens from position `end` on.
@@ -423,9 +423,9 @@ LLAMA_API int64_t llama_kvtool_set_clusters(struct llama_context * ctx, const ui
 // maximum size, as for `llama_kvtool_archive`
 LLAMA_API int32_t llama_kvtool_seal(struct llama_context * ctx, int64_t n_max);
 
-// The archive allocates memory in slabs. Slab i has room for the tokens i*n_token .. (i + 1)*n_token - 1 of the stream
+// The archive allocates memory in slabs. Slab i has room for the tokens i*n_block .. (i + 1)*n_block - 1 of the stream
 // in all layers. When all tokens of a slab are deleted, its memory is used again. Returns the size of a slab in bytes.
-LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
+LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_block);
 
 // Make every later step record, for each row, the n archived tokens that the row attends to most. If there are no
 // synthetic cells, the recorded tokens are the n_recall tokens that return to cells, so n must be n_recall.

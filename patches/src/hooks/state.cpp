@@ -190,7 +190,15 @@ bool llama_kvtool::keep_queries(const llama_context & lctx) {
 void llama_kvtool::make_archive(const llama_kv_cache & kv) {
     const auto & p = params;
 
-    const archive_params common = { p.n_recall, p.n_near, p.type_k, p.type_v, v_trans, p.n_made, p.n_exact, p.plain };
+    archive_params common {};
+    common.n_recall = p.n_recall;
+    common.n_near   = p.n_near;
+    common.type_k   = p.type_k;
+    common.type_v   = p.type_v;
+    common.v_trans  = v_trans;
+    common.n_made   = p.n_made;
+    common.n_exact  = p.n_exact;
+    common.is_plain = p.plain;
 
     std::vector<archive_shape> shapes;
     for (const auto & l : layers) {
@@ -458,7 +466,7 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     if (n == 0) {
         return 0;
     }
-    if (params.signals != 0 || params.log_n) {
+    if (params.signals != 0 || params.logn) {
         return fail("a policy that reads attention, or scales it by log n, stages nothing");
     }
     if (lctx.cparams.cb_eval) {
