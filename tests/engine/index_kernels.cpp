@@ -23,7 +23,8 @@ void powers(int kernel, float * x, int n, float scale, float * e, float * most, 
     }
 #ifdef KVTOOL_X86
     else {
-        res = (kernel == 1 ? exponentials_avx2 : exponentials_avx512)(x, n, scale, e);
+        const auto f = [&]() KVTOOL_INLINE { return exponentials_of(x, n, scale, e); };
+        res = kernel == 1 ? with_avx2(f) : with_avx512(f);
     }
 #endif
     *most = res.most;

@@ -389,7 +389,7 @@ def test_commands_report_the_archive_file(chat_model, tmp_path):
     assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
     stderr = called("generate", *generate, "-v", "--explain", **words).stderr
     # the tolerance is wide, because other programs may write to this disk meanwhile
-    (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", stderr)
+    (limit,) = re.findall(rf" tokens \((\S+ .iB) as \S+\) in {path}\n", stderr)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
     assert f"the others go to {path} and are still used" in stderr
     assert re.search(
