@@ -12,7 +12,7 @@ from kvtool.chats.writer import Writer, n_equal
 from kvtool.llama.model import Model
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import TextRequest
-from kvtool.serve.store.resumer import MIN_START
+from kvtool.serve.store.resumer import min_start, n_before_checkpoint
 
 
 def tokens_of(model: Model, prompt: str | list[int]) -> np.ndarray:
@@ -73,13 +73,9 @@ def read(
     after_step: see `Writer.read`. It is given if the request is scored.
     """
     engine, checkpoints = writer.engine, writer.engine.checkpoints
-    n, least = len(tokens) - 1, 1
-    if not checkpoints.are_small:
-        # read only full batches before the checkpoint: otherwise the policy would evict at other tokens than
-        # if the prompt was read at once
-        n, least = n // engine.settings.n_batch * engine.settings.n_batch, MIN_START
+    n = n_before_checkpoint(engine, len(tokens) - 1)
     reuses = request.reuses and not request.is_scored and not engine.reads_whole(len(tokens))
-    if reuses and checkpoints.max_bytes > 0 and n >= least:
+    if reuses and checkpoints.max_bytes > 0 and n >= min_start(engine):
         if not writer.read(tokens[:n]):
             return False
         checkpoints.take()

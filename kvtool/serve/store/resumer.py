@@ -14,14 +14,15 @@ from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.undo import Mark
 from kvtool.chats.writer import n_equal
+from kvtool.engine.loop import Engine
 from kvtool.errors import ModelError, SessionError
 from kvtool.serve.api.messages import Message
 from kvtool.serve.rendering import Rendering
 from kvtool.serve.store.chats import ChatStore, StoredChat
 from kvtool.serve.store.history import History
 
-MIN_START = 256
-"""Minimum number of tokens before a checkpoint. See `Resumer._least` for an exception."""
+_MIN_START = 256
+"""Minimum number of tokens before a checkpoint. See `min_start` for an exception."""
 
 _LOADS, _MAX_LOADS = 32, 256
 """Loading a stored chat of n tokens is assumed to take as long as reading n / 32 tokens, but not longer than
@@ -38,6 +39,21 @@ The distance must be above spacing / 32 tokens, and above n * spacing / 8192 tok
 `Checkpoints.spacing`, and n is the number of tokens from the earlier stop to the end of the prompt. With the
 smallest spacing, 1024, these limits are 32 and n / 8 tokens.
 """
+
+
+def min_start(engine: Engine) -> int:
+    """Minimum number of tokens before a checkpoint. It is 1 for small checkpoints, which are fast."""
+    return 1 if engine.checkpoints.are_small else _MIN_START
+
+
+def n_before_checkpoint(engine: Engine, n: int) -> int:
+    """Return how many of the first n tokens of a prompt to read before a checkpoint.
+
+    Unless checkpoints are small, this is a number of full batches. Then the batches, and therefore the cache,
+    are the same as if the whole prompt was read at once.
+    """
+    n_batch = engine.settings.n_batch
+    return n if engine.checkpoints.are_small else n // n_batch * n_batch
 
 
 class _Candidate(NamedTuple):
@@ -277,21 +293,14 @@ class Resumer:
         return self._whole(messages, tools)
 
     def read_system_prompt(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
-        """Read the system prompt and the tools of a new chat, and store them. Return the unread tokens.
-
-        Unless checkpoints are small, only full batches are read here. Then the batches, and therefore the
-        cache, are the same as if the whole prompt was read at once.
-        """
+        """Read the system prompt and the tools of a new chat, and store them. Return the unread tokens."""
         # If the cache can be rewound to any token, do not store the system prompt: a later chat with the
         # same system prompt can continue from this chat. But store pinned tokens, because pins cannot change
         # after an eviction
         pins = self._engine.n_pinned if self._engine.policy.recall else 0
-        n = pins if self._engine.rewinds_anywhere else self._n_system
-        if not self._engine.checkpoints.are_small:
-            n_batch = self._engine.settings.n_batch
-            n = n // n_batch * n_batch
+        n = n_before_checkpoint(self._engine, pins if self._engine.rewinds_anywhere else self._n_system)
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
-        if n < self._least or not is_new or self._engine.reads_whole(len(tokens)):
+        if n < min_start(self._engine) or not is_new or self._engine.reads_whole(len(tokens)):
             return tokens
         if not self.conversation.writer.read(tokens[:n]):
             return tokens[:0]
@@ -307,8 +316,8 @@ class Resumer:
         """Read a prompt up to the header of the reply, and make checkpoints. Return the unread tokens.
 
         If the client repeats the request or changes the reply, its next request continues after the last
-        checkpoint. Prompts of fewer than `_least` tokens get no checkpoint. Nothing is read if no checkpoint
-        is made.
+        checkpoint. Prompts of fewer than `min_start` tokens get no checkpoint. Nothing is read if no
+        checkpoint is made.
 
         keeps_thought: True if the template renders the reply's thought until the user's next message, and
         then leaves it out. The cache must then be rewound to a checkpoint before the thought. Therefore a
@@ -318,7 +327,7 @@ class Resumer:
         # also count the tokens that an earlier request has left unread because it was stopped
         n_all = n + len(self.conversation.writer.unread)
         is_first = keeps_thought and messages[-1]["role"] == "user"
-        least = 1 if is_first else self._least
+        least = 1 if is_first else min_start(self._engine)
         makes_any = self._engine.checkpoints.max_bytes > 0
         if not makes_any or n < 0 or n_all < least or self._engine.reads_whole(len(tokens)):
             return tokens
@@ -344,11 +353,6 @@ class Resumer:
             if at > least and stops[-1] - at > max(least, (len(tokens) - at) * spacing // _FAR_GAP):
                 stops.append(at)
         return stops[::-1]
-
-    @property
-    def _least(self) -> int:
-        """Minimum number of tokens before a checkpoint. It is 1 for small checkpoints, which are fast."""
-        return 1 if self._engine.checkpoints.are_small else MIN_START
 
     def store_reply(
         self, history: History, messages: list[Message], reply: Message, tools: list[Any]
