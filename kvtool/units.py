@@ -9,7 +9,10 @@ from kvtool.errors import UsageError
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 """Types of cached keys and values in llama.cpp, each with its number in ggml."""
 
-ARCHIVE_TYPES = (*CACHE_TYPES, "q8_0/q4_0", "q5_0/q4_0")
+TYPE_NUMBERS = {**CACHE_TYPES, "iq4_nl": 20}
+"""Types of cached or archived keys and values, each with its number in ggml."""
+
+ARCHIVE_TYPES = (*TYPE_NUMBERS, "q8_0/q4_0", "q5_0/q4_0")
 """Types of archived keys and values.
 
 If a name has a slash, the type before the slash is for keys, and the type after the slash is for values. In

@@ -53,6 +53,7 @@ def write_llama(
     add_bos=False,
     arch=None,
     seed=0,
+    key_bias=0.0,
 ):
     """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 
@@ -60,6 +61,7 @@ def write_llama(
     the same text. The output rows of special tokens are zero, so greedy text rarely ends.
     letters: also zero the output rows of byte tokens, so that the model writes letters and blanks.
     n_head_kv: an int, or with arch="deci" a list with one number per layer. (Deci is otherwise like llama.)
+    key_bias: standard deviation of the biases that are added to keys; 0 to add none.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
@@ -72,7 +74,8 @@ def write_llama(
         writer.add_rope_scaling_orig_ctx_len(int(n_ctx_train / yarn))
     if chat_template:
         writer.add_chat_template(chat_template)
-    _add_tensors(writer, *sizes, tied, seed, n_silent=N_SPECIAL + 256 if letters else N_SPECIAL)
+    n_silent = N_SPECIAL + 256 if letters else N_SPECIAL
+    _add_tensors(writer, *sizes, tied, seed, n_silent=n_silent, key_bias=key_bias)
 
 
 def write_vocab(path, *, control=(), words=(), space_prefix=False, add_bos=False):
@@ -275,12 +278,15 @@ def _add_tensors(
     gemma=False,
     n_silent=N_SPECIAL,
     scale=None,
+    key_bias=0.0,
 ):
     n_embd = n_head * head_dim
     tensors = Tensors(writer, n_embd, seed)
     tensors.add_ends(n_vocab, tied=tied, n_silent=n_silent, scale=scale)
     for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
+        if key_bias:
+            tensors.add_layer(i, {"attn_k.bias": tensors.bias(n * head_dim, std=key_bias)})
         if gemma:
             # post_ffw_norm is small, to limit the errors of llama.cpp's GELU, which is an f16 table
             norms = tensors.qk_norms(head_dim)

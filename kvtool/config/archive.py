@@ -73,10 +73,6 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
 def with_type(run: R, info: ModelInfo) -> R:
     """Replace the archive type "auto" by a type that fits the model, and return the options.
 
-    With a GPU or --prefill exact, keys and values get the same type, because exact reading needs this. If the
-    model adds biases to its keys, like Qwen 2.5, keys get 8 bits and not 5. Biases make a few elements of
-    every key large: with 5 bits, different keys would become equal.
-
     info: header of the model.
     """
     # imported here, because the import loads llama.cpp
@@ -87,9 +83,9 @@ def with_type(run: R, info: ModelInfo) -> R:
     if info.head_size_k % _BLOCK or info.head_size_v % _BLOCK:
         return run.changed(archive_type="f16")
     if run.prefill == "exact" or (run.gpu_layers != 0 and not run.workers and has_gpu()):
-        # use q8_0, because the GPUs can attend to it directly; types of fewer bits have to be converted first
+        # exact reading needs keys that are not centered, and GPUs can attend to q8_0 without converting it
         return run.changed(archive_type="q8_0")
-    return run.changed(archive_type="q8_0/q4_0" if info.weights.has_key_bias else "q5_0/q4_0")
+    return run.changed(archive_type="iq4_nl")
 
 
 def check_file(file: str | None) -> None:

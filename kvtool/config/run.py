@@ -233,10 +233,9 @@ class RunOptions(Options):
     archive_type: str = _type_option(
         "--archive-type TYPE",
         "auto",
-        "With --policy recall: type of the archived keys and values: any type that cached keys can have, or "
-        "q8_0/q4_0 or q5_0/q4_0 for keys/values. auto: q8_0 with a GPU or --prefill exact; else q5_0/q4_0, "
-        "or q8_0/q4_0 if the model adds biases to its keys; always f16 if the size of a head is not "
-        "a multiple of 32.",
+        "With --policy recall: type of the archived keys and values: any type that cached keys can have, "
+        "iq4_nl, or q8_0/q4_0 or q5_0/q4_0 for keys/values. auto: q8_0 with a GPU or --prefill exact; else "
+        "iq4_nl; always f16 if the size of a head is not a multiple of 32.",
         group=ARCHIVE,
         choices=("auto", *ARCHIVE_TYPES),
     )

@@ -36,10 +36,11 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
     if settings.prefill == "exact" and not (policy.recall and layers.has_values):
         why = "its values are a part of its keys (MLA)" if policy.recall else "only policies that recall can"
         raise UsageError(f"--prefill exact attends to evicted tokens, and {why}; choose --prefill stream")
-    if settings.prefill == "exact" and len({*archive_types(settings.archive_type)}) > 1:
+    keys, values = archive_types(settings.archive_type)
+    if settings.prefill == "exact" and (keys != values or keys == "iq4_nl"):
         raise UsageError(
-            "--prefill exact needs the same type for archived keys and values; choose --archive-type q8_0, "
-            "or --prefill stream"
+            "--prefill exact needs the same type for archived keys and values, and not iq4_nl; choose "
+            "--archive-type q8_0, or --prefill stream"
         )
     if policy.evicts and layers.only_full:
         raise UsageError(f"this model runs only with --policy full: {layers.only_full}")

@@ -13,6 +13,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, error_text, lib
 from kvtool.llama.segment import (
+    CENTERS,
     CLUSTERS,
     TABLE,
     Clusters,
@@ -283,6 +284,13 @@ class Archive:
         """Size of a token's keys and values in each layer, in bytes."""
         return [self._layer_bytes(layer, 0, 1) for layer in range(self._n_layer)]
 
+    @property
+    def _center_bytes(self) -> int:
+        """Size of a block's centers in bytes; 0 if keys are not centered."""
+        n_bytes: int = lib.llama_kvtool_get_centers(self._owner.handle, None, 0, 1)
+        check(n_bytes)
+        return n_bytes
+
     def read(self, begin: int, end: int) -> np.ndarray:
         """Return the stored keys and values of the tokens at positions begin .. end - 1, as u8[].
 
@@ -296,10 +304,14 @@ class Archive:
         return data
 
     def save(self, *, tokens: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the named arrays that `restore` reads. tokens: False to yield only the array `TABLE`."""
+        """Yield the named arrays that `restore` reads. tokens: False to leave out tokens and clusters."""
         table = self._table()
         begin, end = table[:2].tolist()
         yield TABLE, table
+        if n_bytes := self._center_bytes:
+            centers = np.empty((self._n_blocks(begin, end), n_bytes), np.uint8)
+            check(lib.llama_kvtool_get_centers(self._owner.handle, centers.ctypes.data, begin, end))
+            yield CENTERS, centers
         for layer in range(self._n_layer if tokens else 0):
             data = np.empty(self._layer_bytes(layer, begin, end), np.uint8)
             check(lib.llama_kvtool_get_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
@@ -358,6 +370,9 @@ class Archive:
                 for pos, data in pieces(saved, layer)
             ]
             check(set_layer(self._owner.handle, layer, parts, first, end))
+        if self._center_bytes:
+            centers = np.ascontiguousarray(saved[CENTERS][first // self.n_block - begin // self.n_block :])
+            check(lib.llama_kvtool_set_centers(self._owner.handle, centers.ctypes.data, first, end))
         self._restore_clusters(saved, first // self.n_block * self.n_block)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
@@ -398,11 +413,19 @@ class Archive:
             return False
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
+        if n_center := self._center_bytes:
+            centers, shape = saved.get(CENTERS), (self._n_blocks(begin, end), n_center)
+            if centers is None or centers.dtype != np.uint8 or centers.shape != shape:
+                return False
         return _fit_clusters(saved, end, self.n_block, self.membership_bytes) and all(
             all(data.dtype == np.uint8 for _, data in parts)
             and sum(data.nbytes for _, data in parts) == (end - begin) * n_bytes
             for n_bytes, parts in ((n, pieces(saved, layer)) for layer, n in enumerate(self.layer_bytes))
         )
+
+    def _n_blocks(self, begin: int, end: int) -> int:
+        """Return the number of blocks that have tokens at positions begin .. end - 1."""
+        return -(-end // self.n_block) - begin // self.n_block if begin < end else 0
 
     def _table(self) -> np.ndarray:
         n: int = lib.llama_kvtool_get_archive_table(self._owner.handle, None, 0)

@@ -17,7 +17,7 @@ from kvtool.llama.log import no_memory
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
 from kvtool.policy import PER_CELL, Merge, RecallSettings, Signal, SignalRequest
-from kvtool.units import CACHE_TYPES, PLAIN, archive_types
+from kvtool.units import PLAIN, TYPE_NUMBERS, archive_types
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
 """Number in the C API for each value of `SignalRequest.group`."""
@@ -119,8 +119,8 @@ class Context(Decoder):
             n_made=recall.n_cell if made else 0,
             n_exact=recall.n_exact,
             n_near=archive.n_near,
-            type_k=CACHE_TYPES[kinds[0]],
-            type_v=CACHE_TYPES[kinds[1]],
+            type_k=TYPE_NUMBERS[kinds[0]],
+            type_v=TYPE_NUMBERS[kinds[1]],
             plain=archive.type.startswith(PLAIN),
             logn=request.logn,
             ragged=ragged,

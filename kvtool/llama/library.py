@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 25
+ABI = 26
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -117,6 +117,8 @@ def _bind_all() -> None:
     bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_set_archive_table", i32, pointer, pointer, i32)
+    bind("llama_kvtool_get_centers", i64, pointer, pointer, i64, i64)
+    bind("llama_kvtool_set_centers", i64, pointer, pointer, i64, i64)
     bind("llama_kvtool_clusters", i64, pointer, pointer)
     bind("llama_kvtool_get_clusters", i64, pointer, pointer, i64, i64, ctypes.c_bool)
     bind("llama_kvtool_set_clusters", i64, pointer, pointer, i64, i64, ctypes.c_bool)

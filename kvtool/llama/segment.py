@@ -17,6 +17,12 @@ position after the last far token (see `Clusters`). Two numbers follow for each 
 tokens: its first position, and its base. The keys of a frame were rotated to their position minus its base.
 """
 
+CENTERS = "archive.centers"
+"""Name of the array with the centers of an archive's blocks, u8[n_block, bytes], if keys are iq4_nl.
+
+A center is a vector that is subtracted from the keys of a block before they are stored.
+"""
+
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
 """Names of two arrays for n segments: i64[n, 3] (begin, end, offset in the file), and SHA-256 u8[n, 32]."""
 

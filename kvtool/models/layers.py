@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvtool.errors import UsageError
 from kvtool.models.gguf import constants
-from kvtool.units import CACHE_TYPES
+from kvtool.units import TYPE_NUMBERS
 
 PAD = 256
 """llama.cpp rounds the number of cells of a cache up to a multiple of this number."""
@@ -230,8 +230,8 @@ def batch_within(n: int, n_batch: int) -> int:
 
 
 def _head_bytes(which: str, cache_type: str, head_size: int) -> int:
-    if cache_type not in CACHE_TYPES:
-        types = ", ".join(CACHE_TYPES)
+    if cache_type not in TYPE_NUMBERS:
+        types = ", ".join(TYPE_NUMBERS)
         raise UsageError(f"unknown cache type {cache_type!r} for {which}; choose one of {types}")
     block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType[cache_type.upper()]]
     if head_size % block:

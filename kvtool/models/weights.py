@@ -56,11 +56,6 @@ class Weights(NamedTuple):
         return cls(tuple(dense), tuple(experts), output, frozenset(tensors), n_mtp)
 
     @property
-    def has_key_bias(self) -> bool:
-        """True if the model adds a bias to its keys."""
-        return any(name.endswith(("attn_k.bias", "attn_qkv.bias")) for name in self.names)
-
-    @property
     def n_layer(self) -> int:
         """Number of layers. llama.cpp counts MTP layers even if it does not load them."""
         return len(self.dense)

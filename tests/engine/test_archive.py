@@ -20,7 +20,6 @@ from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.llama import devices
 from kvtool.llama.archive import Archive
-from kvtool.models.weights import Weights
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
@@ -272,22 +271,21 @@ def test_chat_shows_archived_and_forgotten_tokens(chat_model):
 
 
 @pytest.mark.parametrize(
-    ("asked", "tensor", "sizes", "gpu", "options", "chosen"),
+    ("asked", "sizes", "gpu", "options", "chosen"),
     [
-        ("auto", "blk.0.attn_k.weight", (64, 64), False, {}, "q5_0/q4_0"),
-        ("auto", "blk.0.attn_k.bias", (64, 64), False, {}, "q8_0/q4_0"),
-        ("auto", "blk.0.attn_k.weight", (64, 64), True, {}, "q8_0"),
-        ("auto", "blk.0.attn_k.weight", (64, 64), True, {"gpu_layers": 0}, "q5_0/q4_0"),
-        ("auto", "blk.0.attn_k.weight", (64, 64), True, {"rpc": "there:50052"}, "q5_0/q4_0"),
-        ("auto", "blk.0.attn_k.bias", (64, 64), False, {"prefill": "exact"}, "q8_0"),
-        ("auto", "blk.0.attn_k.weight", (80, 64), True, {}, "f16"),
-        ("auto", "blk.0.attn_k.weight", (64, 80), False, {}, "f16"),
-        ("f32", "blk.0.attn_k.bias", (80, 80), True, {}, "f32"),
+        ("auto", (64, 64), False, {}, "iq4_nl"),
+        ("auto", (64, 64), True, {}, "q8_0"),
+        ("auto", (64, 64), True, {"gpu_layers": 0}, "iq4_nl"),
+        ("auto", (64, 64), True, {"rpc": "there:50052"}, "iq4_nl"),
+        ("auto", (64, 64), False, {"prefill": "exact"}, "q8_0"),
+        ("auto", (80, 64), True, {}, "f16"),
+        ("auto", (64, 80), False, {}, "f16"),
+        ("f32", (80, 80), True, {}, "f32"),
     ],
 )
-def test_archive_type_depends_on_model_and_device(monkeypatch, asked, tensor, sizes, gpu, options, chosen):
+def test_archive_type_depends_on_model_and_device(monkeypatch, asked, sizes, gpu, options, chosen):
     monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
-    info = SimpleNamespace(weights=Weights.of({tensor: 4}, 1), head_size_k=sizes[0], head_size_v=sizes[1])
+    info = SimpleNamespace(head_size_k=sizes[0], head_size_v=sizes[1])
     run = RunOptions(archive_type=asked, **options)
     assert archive.with_type(run, info).archive_type == chosen
 
@@ -301,7 +299,7 @@ def test_compare_applies_archive_options_to_policies_with_an_archive(chat_model,
     assert (recall["archived"], recall["archive"], recall["archive_type"]) == (50, {"archive": 50}, "f16")
     assert (h2o["archived"], h2o["archive_bytes"], h2o["archive"], h2o["archive_type"]) == (0, 0, None, None)
     done = called("compare", tmp_path / "text", *options, "--policies", "recall")
-    assert json.loads(done.stdout)["archive_type"] == "q5_0/q4_0"
+    assert json.loads(done.stdout)["archive_type"] == "iq4_nl"
     for wrong, words in (
         (["--policies", "h2o,tova", "--archive", 50], "`h2o`, `tova` have no archive; leave out --archive"),
         (["--archive-type", "q9"], "--archive-type must be one of"),

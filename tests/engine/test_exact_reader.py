@@ -69,8 +69,9 @@ def test_exact_reading_equals_the_full_cache(tiny_model, arch, shape, settings, 
     assert n_bytes == logits_of(path, fit(), parts, **with_archive)[2]
 
 
-def test_keys_and_values_in_different_types_are_refused_before_the_text_is_read(tiny_model):
-    settings = {"prefill": "exact", "archive_type": "q5_0/q4_0"}
+@pytest.mark.parametrize("kind", ["q5_0/q4_0", "iq4_nl"])
+def test_types_that_exact_reading_cannot_use_are_refused_before_the_text_is_read(tiny_model, kind):
+    settings = {"prefill": "exact", "archive_type": kind}
     with (
         pytest.raises(UsageError, match="choose --archive-type q8_0"),
         open_engine(tiny_model(n_head_kv=2), fit(), **settings),

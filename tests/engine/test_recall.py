@@ -96,12 +96,39 @@ def test_archived_keys_and_values_may_have_different_types(tiny_model):
             return perplexity.stream(engine, tokens), engine.context.archive.slab_bytes
 
     path, tokens = tiny_model(n_head_kv=2, head_dim=64), text(200)
-    kinds = ["f32", "q8_0", "q8_0/q4_0", "q5_0/q4_0", "q4_0"]
+    kinds = ["f32", "q8_0", "q8_0/q4_0", "q5_0/q4_0", "iq4_nl", "q4_0"]
     nll, n_bytes = zip(*map(archived, kinds), strict=True)
     assert list(n_bytes) == sorted(set(n_bytes), reverse=True)
     errors = [np.abs(each - nll[0]).mean() for each in nll]
     assert errors == sorted(set(errors))
     assert errors[-1] < 0.3
+
+
+# Distances are limited to 300 tokens, so the older blocks are far. Gaps are closed inside some blocks
+@pytest.mark.parametrize(
+    ("options", "shape", "settings"),
+    [
+        (["chunk=1"], {"rope": "norm"}, {}),
+        (["chunk=4", "exact=1000000"], {"rope": "neox"}, {}),
+        (["chunk=16"], {"rope": "neox"}, {}),
+        (["chunk=2", "search=all"], {"rope": "norm"}, {}),
+        (["chunk=1"], {"rope": "neox"}, {"type_k": "q8_0", "flash": "on"}),
+        (["chunk=1"], {"rope": "norm", "yarn": 4.0}, {}),
+    ],
+    ids=str,
+)
+def test_biases_of_keys_do_not_spoil_keys_of_4_bits(tiny_model, options, shape, settings):
+    def scored(kind):
+        with open_engine(path, policy, positions="auto", archive_type=kind, **settings) as engine:
+            nll = perplexity.stream(engine, tokens)
+            assert engine.n_restart > 1
+            return nll
+
+    path = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, key_bias=30.0, **shape)
+    policy, tokens = policies.fit("recall", 48, 16, options), text(1300)
+    exact = scored("f32")
+    centered, plain = (np.abs(scored(kind) - exact).mean() for kind in ("iq4_nl", "q4_0"))
+    assert centered < 0.4 * plain
 
 
 @pytest.mark.parametrize("n_head_kv", [2, 4])

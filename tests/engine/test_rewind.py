@@ -105,6 +105,7 @@ KINDS = [
     # flash attention adds up in another order. Archived and rewound keys and values are rounded
     ({"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}, {}, 2e-2),
     ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
+    ({"archive_type": "iq4_nl"}, {"key_bias": 30.0}, 5),
     # quantized keys are stored multiplied by a Hadamard matrix
     ({"flash": "on", "type_k": "q8_0", "type_v": "q8_0", "archive_type": "q8_0"}, {}, 0.2),
     # MLA: values are a part of the keys

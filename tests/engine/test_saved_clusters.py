@@ -13,16 +13,17 @@ from kvtool.chats import session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.cli import progress
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CLUSTER_DIGESTS, CLUSTERS, Clusters, listed
+from kvtool.llama.segment import CENTERS, CLUSTER_DIGESTS, CLUSTERS, Clusters, listed
 from kvtool.measure import perplexity
 from tests.engine.running import open_engine, text
 
-MODEL = {"n_head_kv": 2, "n_ctx_train": 1024}
+MODEL = {"n_head_kv": 2, "n_ctx_train": 1024, "key_bias": 3.0}
 
 
 def opened(path, archive=1200, **settings):
     policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=64"])
-    return open_engine(path, policy, archive=archive, **settings)
+    # iq4_nl also saves and restores the centers of blocks
+    return open_engine(path, policy, archive=archive, **{"archive_type": "iq4_nl", **settings})
 
 
 def in_memory(engine):
@@ -202,7 +203,7 @@ def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
     ("at", "value"),
     [(0, 7), (0, -256), (1, 10**12), (1, 2**62), (1, 0), (1, 256 * 40), (None, 1)],
 )
-def test_invalid_cluster_tables_are_refused(tiny_model, at, value):
+def test_invalid_clusters_and_centers_are_refused(tiny_model, at, value):
     path = tiny_model(**MODEL)
     with opened(path) as engine:
         engine.read(text(1650))
@@ -216,6 +217,8 @@ def test_invalid_cluster_tables_are_refused(tiny_model, at, value):
             {CLUSTERS: spoiled},
             {CLUSTERS: saved[CLUSTERS].astype(np.float64)},
             {f"{CLUSTERS}.0": saved[f"{CLUSTERS}.0"][1:]},
+            {CENTERS: saved[CENTERS][1:]},
+            {CENTERS: saved[CENTERS].astype(np.float64)},
         ):
             with pytest.raises(SessionError, match="does not fit this model, policy or cache"):
                 engine.restore(saved | wrong)

@@ -59,18 +59,6 @@ def test_mtp_layers_that_are_not_loaded_count_zero_bytes(tiny_model):
     assert place(weights, [0] * 5, weights.output).n_gpu_layers == 1
 
 
-@pytest.mark.parametrize(
-    ("tensors", "has_bias"),
-    [
-        (["blk.0.attn_q.bias", "blk.0.attn_k.weight"], False),
-        (["blk.0.attn_k.bias"], True),
-        (["blk.3.attn_qkv.bias"], True),
-    ],
-)
-def test_key_biases_are_found_by_tensor_name(tensors, has_bias):
-    assert Weights.of(dict.fromkeys(tensors, 4), 4).has_key_bias == has_bias
-
-
 def test_weights_of_a_split_model_include_all_parts(tmp_path):
     path = tmp_path / "whole.gguf"
     tiny.write_llama(path)

@@ -83,7 +83,7 @@ static double dot(const float * a, const float * b, int64_t n) {
 // kernels
 //
 
-static const ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0 };
+static const ggml_type types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0, GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL };
 
 CHECK(conversions_equal_those_of_ggml) {
     constexpr int n = 160;
@@ -297,6 +297,33 @@ static rotation rope_of(int mode, int n_dims = n_embd, int first = 0) {
     return res;
 }
 
+CHECK(numbers_in_iq4_nl_are_near_and_do_not_shrink) {
+    constexpr int n = 32*500;
+    const auto x = normal(n, 1);
+    std::vector<uint8_t> bytes(ggml_row_size(GGML_TYPE_IQ4_NL, n));
+    std::vector<float> y(n);
+
+    const auto error = [&] {
+        ggml_get_type_traits(GGML_TYPE_IQ4_NL)->to_float(bytes.data(), y.data(), n);
+        double sum = 0.0;
+        for (int i = 0; i < n; ++i) {
+            sum += std::pow(y[i] - x[i], 2);
+        }
+        return sum/n;
+    };
+    ggml_get_type_traits(GGML_TYPE_IQ4_NL)->from_float_ref(x.data(), bytes.data(), n);
+    const double theirs = error();
+    from_float(GGML_TYPE_IQ4_NL, x.data(), bytes.data(), n);
+    EXPECT(error() < 0.95*theirs);
+    for (int g = 0; g < n; g += 32) {
+        EXPECT_NEAR(dot(x.data() + g, y.data() + g, 32)/dot(x.data() + g, x.data() + g, 32), 1.0, 1e-3);
+    }
+    const std::vector<float> zeros(32);
+    from_float(GGML_TYPE_IQ4_NL, zeros.data(), bytes.data(), 32);
+    to_float(GGML_TYPE_IQ4_NL, bytes.data(), y.data(), 32);
+    EXPECT(std::all_of(y.begin(), y.begin() + 32, [](float v) { return v == 0.0f; }));
+}
+
 // The definition of RoPE: pair i is rotated by the angle delta/10000^(i/n_pair).
 static std::vector<float> rotated(const std::vector<float> & x, int64_t delta, int mode, int n_dims, int first) {
     auto res = x;
@@ -356,7 +383,7 @@ CHECK(products_with_rotation_equal_products_with_rotated_keys) {
     constexpr int n = 20, n_x = 3;
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
         const turns rope(rope_of(mode), n_embd, n_ctx);
-        for (const auto & [type, n_map] : { std::pair(GGML_TYPE_F16, 0), std::pair(GGML_TYPE_Q8_0, 0), std::pair(GGML_TYPE_Q4_1, 0), std::pair(GGML_TYPE_Q4_1, 32), std::pair(GGML_TYPE_Q5_0, 64), std::pair(GGML_TYPE_Q4_0, 64) }) {
+        for (const auto & [type, n_map] : { std::pair(GGML_TYPE_F16, 0), std::pair(GGML_TYPE_Q8_0, 0), std::pair(GGML_TYPE_Q4_1, 0), std::pair(GGML_TYPE_Q4_1, 32), std::pair(GGML_TYPE_Q5_0, 64), std::pair(GGML_TYPE_Q4_0, 64), std::pair(GGML_TYPE_IQ4_NL, 64) }) {
             if (!can_turn(type, n_embd)) {
                 continue;
             }
@@ -747,13 +774,13 @@ struct stream {
             for (int i = 0; i < n*n_head; ++i) {
                 own.turns_of(l).turn(k.data() + i*n_embd, pos + i/n_head - base);
             }
-            const auto bytes = [&](const float * x) { return std::vector<uint8_t>((const uint8_t *) x, (const uint8_t *) (x + n*n_dim)); };
-            const gathered cells = { GGML_TYPE_F32, GGML_TYPE_F32, bytes(k.data()), bytes(v) };
             // tokens before `first` are too old for n_max, and are not stored
-            for (int64_t i = std::max(pos, first); i < pos + n; ++i) {
-                const size_t at = (i - pos)*n_dim*sizeof(float);
-                own.put(l, i, cells.type_k, cells.k.data() + at, cells.type_v, cells.v.data() + at);
-            }
+            const int64_t from = std::max(pos, first);
+            const auto bytes = [&](const float * x) {
+                return std::vector<uint8_t>((const uint8_t *) (x + (from - pos)*n_dim), (const uint8_t *) (x + n*n_dim));
+            };
+            const gathered cells = { GGML_TYPE_F32, GGML_TYPE_F32, bytes(k.data()), bytes(v) };
+            own.put(l, from, cells);
         }
         own.finish(some, first, 2);
     }
@@ -1097,6 +1124,34 @@ CHECK(attention_to_quantized_tokens_is_near_the_softmax) {
                 return i/256 < own.end() && own[i/256].to.is_far;
             };
             expect_attention(s, n_query, 1710, plain, 1 << 20, tolerance, is_far);
+        }
+    }
+}
+
+// All keys have the same large vector added. Without it, iq4_nl is as near as before. The runs and far blocks reach
+// every way in which keys are multiplied
+CHECK(keys_far_from_zero_lose_little_in_iq4_nl) {
+    const auto away = normal(n_dim, 5);
+    for (const int n_exact : { 0, 1 << 20 }) {
+        stream s(params_of(GGML_TYPE_IQ4_NL, n_exact, 600));
+        for (auto & keys : s.keys) {
+            for (size_t e = 0; e < keys.size(); ++e) {
+                keys[e] += 10.0f*away[e % n_dim];
+            }
+        }
+        s.push(40);
+        s.push(860);
+        s.start_over();
+        s.push(800);
+        const auto is_far = [&](int head, int64_t i) {
+            if (n_exact == 0) {
+                return i < s.own.far_end();
+            }
+            const auto & own = s.own.clusters_of(1, head);
+            return i/256 < own.end() && own[i/256].to.is_far;
+        };
+        for (const int n_query : { 1, 12 }) {
+            expect_attention(s, n_query, 810, plain, n_exact, 0.5, is_far);
         }
     }
 }

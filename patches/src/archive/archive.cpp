@@ -1,9 +1,11 @@
 #include "archive.h"
 
 #include "convert.h"
+#include "softmax.h"
 #include "together.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace kvtool {
@@ -22,11 +24,12 @@ archived_layer::archived_layer(const store & memory, size_t at, const archive_sh
     , type_k((ggml_type) params.type_k), type_v((ggml_type) params.type_v)
     , n_map_k(params.is_plain || shape.turns.n_map > 0    ? 0 : hadamard_size(type_k, n_embd_k))
     , n_map_v(params.is_plain || shape.has_mapped_values ? 0 : hadamard_size(type_v, n_embd_v))
+    , is_centered(type_k == GGML_TYPE_IQ4_NL)
     , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size(size_k + size_v)
     , memory(memory), at_k(at) {}
 
 size_t archived_layer::slab_end() const {
-    return at_k + padded(n_head*n_block*size);
+    return padded(at_center() + n_center()*sizeof(ggml_fp16_t));
 }
 
 void archived_layer::set_span(int64_t begin, int64_t end) {
@@ -98,6 +101,7 @@ int64_t archive::start(const leaving & some) {
         far = first;
         clear_clusters();
     }
+    oldest = size() == 0 || first >= end() ? std::max(first, some.pos_0) : first;
     forget(first);
 
     return first;
@@ -109,7 +113,11 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
     const size_t size_k = ggml_row_size(cells.type_k, l.n_head*l.n_embd_k);
     const size_t size_v = ggml_row_size(cells.type_v, l.n_head*l.n_embd_v);
 
-    for (size_t c = 0; c < cells.k.size()/size_k; ++c) {
+    const int64_t n = cells.k.size()/size_k;
+    for (int64_t c = 0; c < n; ++c) {
+        if (l.is_centered && ((pos + c) % n_block == 0 || pos + c == oldest)) {
+            set_center(layer, pos + c, cells.type_k, cells.k.data() + c*size_k, n - c);
+        }
         put(layer, pos + c, cells.type_k, cells.k.data() + c*size_k, cells.type_v, cells.v.data() + c*size_v);
     }
 }
@@ -117,7 +125,7 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
 void archive::put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v) {
     auto & l = layers[layer];
 
-    thread_local std::vector<float> key, value;
+    thread_local std::vector<float> key, value, center;
     key  .resize(l.n_head*l.n_embd_k);
     value.resize(l.n_head*l.n_embd_v);
 
@@ -125,7 +133,106 @@ void archive::put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k
     if (!value.empty()) {
         to_float(type_v, v, value.data(), value.size());
     }
+    for (int head = 0; head < l.n_head && l.is_centered; ++head) {
+        center.resize(l.n_embd_k);
+        center_of(layer, head, pos, center.data());
+        add(key.data() + head*l.n_embd_k, center.data(), l.n_embd_k, -1.0f);
+    }
     l.put(pos, key.data(), value.data());
+}
+
+// The center of a block is the mean key of the block before it, or of the first tokens if there is none. In most models
+// the keys of a head lie around a mean before they are rotated (RoPE), and this mean changes little from block to block.
+// Therefore the mean is computed and stored at position 0, and center_of rotates it to a token's position.
+void archive::set_center(size_t layer, int64_t i, ggml_type type, const uint8_t * k, int n) {
+    auto & l = layers[layer];
+
+    const int64_t d     = l.n_embd_k;
+    const int64_t block = i/n_block;
+    const int64_t first = std::max((block - 1)*n_block, oldest);
+    const int64_t end   = first < block*n_block ? block*n_block : i + n;
+
+    std::vector<float> key(l.n_head*d), mean(l.n_head*d);
+    std::vector<double> sum(l.n_head*d);
+    for (int64_t t = first; t < end; ++t) {
+        if (t >= i) {
+            to_float(type, k + (t - i)*ggml_row_size(type, l.n_head*d), key.data(), l.n_head*d);
+        }
+        for (int head = 0; head < l.n_head; ++head) {
+            if (t < i) {
+                this->key(layer, head, t, place_of(layer, head, t), key.data() + head*d);
+            }
+            rope[layer].turn(key.data() + head*d, base_of(t) - t);
+        }
+        for (size_t e = 0; e < sum.size(); ++e) {
+            sum[e] += std::isfinite(key[e]) ? key[e] : 0.0f;
+        }
+    }
+    std::transform(sum.begin(), sum.end(), mean.begin(), [&](double x) { return x/(end - first); });
+    to_half(mean.data(), l.center(block), mean.size());
+}
+
+void archive::center_of(size_t layer, int head, int64_t i, float * out) const {
+    const auto & l = layers[layer];
+    to_float(GGML_TYPE_F16, l.center(i/n_block) + head*l.n_embd_k, out, l.n_embd_k);
+    rope[layer].turn(out, i - base_of(i));
+}
+
+void archive::key(size_t layer, int head, int64_t i, int64_t place, float * out) const {
+    const auto & l = layers[layer];
+
+    l.keys(head, place, 1, out);
+    if (l.is_centered) {
+        thread_local std::vector<float> center;
+        center.resize(l.n_embd_k);
+        center_of(layer, head, i, center.data());
+        add(out, center.data(), l.n_embd_k, 1.0f);
+    }
+}
+
+void archive::keys(size_t layer, int head, int64_t place, int n, const uint8_t * order, float * out) const {
+    const auto & l = layers[layer];
+
+    l.keys(head, place, n, out);
+    if (!l.is_centered) {
+        return;
+    }
+    thread_local std::vector<float> center;
+    center.resize(l.n_embd_k);
+
+    const int64_t block = place - place % n_block;
+    for (int j = 0; j < n; ++j) {
+        center_of(layer, head, order ? block + order[place - block + j] : place + j, center.data());
+        add(out + j*l.n_embd_k, center.data(), l.n_embd_k, 1.0f);
+    }
+}
+
+size_t archive::center_bytes() const {
+    size_t n = 0;
+    for (const auto & l : layers) {
+        n += l.n_center();
+    }
+    return n*sizeof(ggml_fp16_t);
+}
+
+void archive::get_centers(uint8_t * out, int64_t begin, int64_t end) const {
+    for (int64_t block = begin/n_block; block*n_block < end; ++block) {
+        for (const auto & l : layers) {
+            const size_t n = l.n_center()*sizeof(ggml_fp16_t);
+            memcpy(out, l.center(block), n);
+            out += n;
+        }
+    }
+}
+
+void archive::set_centers(const uint8_t * in, int64_t begin, int64_t end) {
+    for (int64_t block = begin/n_block; block*n_block < end; ++block) {
+        for (auto & l : layers) {
+            const size_t n = l.n_center()*sizeof(ggml_fp16_t);
+            memcpy(l.center(block), in, n);
+            in += n;
+        }
+    }
 }
 
 void archive::finish(const leaving & some, int64_t first, int n_thread) {

@@ -90,7 +90,8 @@ public:
     // set the range of tokens that the layer holds; `memory` must already have slabs for them
     void set_span(int64_t begin, int64_t end);
 
-    // store token i. k and v have the keys and the values of all heads; both buffers are overwritten
+    // Store token i. k and v have the keys and the values of all heads; both buffers are overwritten. If is_centered is
+    // true, the keys must be centered already
     void put(int64_t i, float * k, float * v);
 
     // Reorder the tokens of a complete block in memory: for i >= first, the token at index from[i] of the block moves
@@ -102,7 +103,8 @@ public:
     // In the functions below, i is the place where a token is stored. In a clustered block, tokens are stored cluster
     // by cluster, so a token's place differs from its position: see archive::place_of
 
-    // n keys of a head as f32, from place i on; all of them lie in one block
+    // n keys of a head as f32, from place i on; all of them lie in one block. If is_centered is true, the keys are
+    // centered: see archive::keys
     void keys(int head, int64_t i, int n, float * out) const;
 
     // n values of a head as f32, from place i on
@@ -114,6 +116,13 @@ public:
 
     uint8_t * raw_key  (int head, int64_t i) { return key_at  (head, i); }
     uint8_t * raw_value(int head, int64_t i) { return value_at(head, i); }
+
+    // The center of a block at position 0: [n_head][n_embd_k]. center_of rotates it to a token's position
+    const ggml_fp16_t * center(int64_t block) const { return (const ggml_fp16_t *) (memory.at(block*n_block) + at_center()); }
+    ggml_fp16_t       * center(int64_t block)       { return (ggml_fp16_t       *) (memory.at(block*n_block) + at_center()); }
+
+    // number of elements of a block's center; 0 if keys are not centered
+    size_t n_center() const { return is_centered ? n_head*n_embd_k : 0; }
 
     // end of the block of token i
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
@@ -132,6 +141,10 @@ public:
     const int n_map_k;
     const int n_map_v;
 
+    // True for iq4_nl: stored keys are centered. Before they are rounded, a vector close to their mean is subtracted. The
+    // keys of a head are similar to each other in most models, so their differences can be rounded more finely.
+    const bool is_centered;
+
     const size_t size_k; // bytes of a key
     const size_t size_v;
     const size_t size;   // bytes of a key and the value stored after it
@@ -142,11 +155,13 @@ private:
     const store & memory;
 
     // Byte offset of the layer's tokens in each slab. A slab stores [n_head][n_block] keys of the layer, each followed
-    // by its value
+    // by its value, and then the center of the block
     const size_t at_k;
 
     int64_t first = 0;
     int64_t last  = 0;
+
+    size_t at_center() const { return at_k + n_head*n_block*size; }
 
     uint8_t * key_at  (int head, int64_t i) const { return memory.at(i) + at_k + (head*n_block + i % n_block)*size; }
     uint8_t * value_at(int head, int64_t i) const { return key_at(head, i) + size_k; }
@@ -170,6 +185,15 @@ class archive {
 public:
     // create empty layers of these shapes
     void make(const archive_params & params, const std::vector<archive_shape> & shapes);
+
+    // Keys of a head as f32. `key` reads the key of token i, which is stored at `place`. `keys` reads n keys from `place`
+    // on, all in one block. order: sealed_block::order of a clustered block; null if the block's tokens are in the order
+    // of the stream
+    void key (size_t layer, int head, int64_t i, int64_t place, float * out) const;
+    void keys(size_t layer, int head, int64_t place, int n, const uint8_t * order, float * out) const;
+
+    // the vector that was subtracted from the key of token i before it was stored
+    void center_of(size_t layer, int head, int64_t i, float * out) const;
 
     // Keep the archive in a new file at that path. Nothing may be archived yet. Throws std::runtime_error on failure.
     void open(const std::string & path) { memory.open(path); }
@@ -227,6 +251,12 @@ public:
 
     // fill a layer with the tokens begin .. end - 1 of `in`; each part must begin where the part before it ends
     void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
+
+    // Copy the centers of the blocks from the block of token `begin` to the block of token end - 1, block by block and
+    // layer by layer. To restore an archive, call set_centers after `fill` and before set_table.
+    size_t center_bytes() const;
+    void   get_centers(uint8_t * out, int64_t begin, int64_t end) const;
+    void   set_centers(const uint8_t * in, int64_t begin, int64_t end);
 
     // Clusters of a saved archive, see llama_kvtool_clusters. is_far: kind of the clusters, see bearing::is_far.
     // get_clusters returns true if every row has clusters of this kind for all blocks in begin .. end, otherwise false.
@@ -310,6 +340,7 @@ private:
 
     int64_t far    = 0;
     int64_t n_most = most; // maximum size of the archive
+    int64_t oldest = 0;    // the archive's first token, after the tokens are added for which `start` was called
 
     // Return the first token that remains after the tokens before `to` are deleted. It may be later than `to`:
     // clustered blocks are deleted as a whole
@@ -332,6 +363,10 @@ private:
         int64_t to;
     };
     row_span span_of(int row) const;
+
+    // Compute the center of the block of token i, which is the first token of the block that is archived. k: the keys of
+    // n tokens, from token i on
+    void set_center(size_t layer, int64_t i, ggml_type type, const uint8_t * k, int n);
 
     void move_far(int64_t end);
 

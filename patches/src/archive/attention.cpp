@@ -65,7 +65,7 @@ static constexpr size_t n_ahead = 1;
 
 attention::attention(
         const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
-    : all(all), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
+    : all(all), layer(i), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
     , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-6f : 1e-9f), logits(logits)
     , work(work), looking(all, i, rot, n_query, logits, n_exact) {}
 
@@ -89,6 +89,51 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
+// The products of centered keys with the queries lack the products of the center: add them for n tokens. The keys of the
+// range have the same base
+void attention::add_center(int head, const token_range & range, int64_t begin, int n, const float * queries, float * to) {
+    const int64_t d     = l.n_embd_k;
+    const int64_t block = begin - begin % l.n_block;
+    const auto    token = [&](int j) { return range.sealed ? range.sealed->order[begin - block + j] : begin - block + j; };
+
+    center.resize(d);
+    query .resize(d);
+    pairs .resize(n_query*d);
+
+    float products[n_few_columns];
+    const auto multiply = [&](const float * x, const float * with) {
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) x, 0, 1, d, with, n_query, products, 1);
+    };
+    const auto add = [&](int j) {
+        for (int q = 0; q < n_query; ++q) {
+            to[q*n_together + j] += products[q];
+        }
+    };
+
+    if (range.is_far || !rope.has_pairs()) {
+        for (int j = 0; j < n; ++j) {
+            if (j == 0 || !range.is_far) {
+                all.center_of(layer, head, block + token(j), center.data());
+                rope.turn(center.data(), looking.turn_of(range, begin + j));
+                multiply(center.data(), queries);
+            }
+            add(j);
+        }
+        return;
+    }
+    const int64_t delta = all.base_of(block + token(0)) - block;
+    for (int q = 0; q < n_query; ++q) {
+        to_float(GGML_TYPE_F16, l.center(block/l.n_block) + head*d, center.data(), d);
+        std::copy_n(queries + q*d, d, query.data());
+        rope.turn_query(query.data(), delta);
+        rope.multiply_pairs(query.data(), center.data(), pairs.data() + q*d);
+    }
+    for (int j = 0; j < n; ++j) {
+        multiply(rope.pair_turns(token(j)), pairs.data());
+        add(j);
+    }
+}
+
 // Multiply the keys of n tokens with the queries. begin: place of the first token. at: its index in the batch
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
@@ -107,12 +152,15 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     const bool    is_one = !range.sealed || base(range.sealed->first) == base(l.n_block - 1);
     const bool    turns  = range.is_far || !is_one;
 
-    if (is_few && !turns && looking.has_bytes()) {
-        multiply_byte_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
-        return;
-    }
     if (is_few && !turns) {
-        multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, stored, n_query, to, n_together);
+        if (looking.has_bytes()) {
+            multiply_byte_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
+        } else {
+            multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, stored, n_query, to, n_together);
+        }
+        if (l.is_centered) {
+            add_center(head, range, begin, n, queries, to);
+        }
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
@@ -129,11 +177,14 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         }
         multiply_turned_rows(l.type_k, l.n_map_k, l.raw_key(head, begin), l.size, n, d, turned.data(), n_query,
                 rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_together);
+        if (l.is_centered) {
+            add_center(head, range, begin, n, queries, to);
+        }
         return;
     }
 
     float * some = keys.data() + at*d;
-    l.keys(head, begin, n, some);
+    all.keys(layer, head, begin, n, range.sealed ? range.sealed->order.data() : nullptr, some);
     for (int j = 0; j < n && turns; ++j) {
         rope.turn(some + j*d, looking.turn_of(range, begin + j));
     }

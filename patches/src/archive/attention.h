@@ -50,6 +50,9 @@ struct attention_memory {
     // queries, rotated to the right distance from the last token of a block; see attention::read
     std::vector<float> turned;
 
+    // a center, and one query's or all queries' products with its pairs of elements: see attention::add_center
+    std::vector<float> center, query, pairs;
+
     std::vector<float> keys;   // Keys of the current batch: [token][n_embd_k].
     std::vector<float> values; // Values of the current batch: [token][n_value].
 
@@ -98,6 +101,7 @@ public:
 
 private:
     const archive        & all;
+    const size_t           layer;
     const archived_layer & l;
     const turns          & rope;
 
@@ -131,6 +135,7 @@ private:
 
     void clear(float * part) const;
     void read(int head, const token_range & range, int64_t begin, int n, int at);
+    void add_center(int head, const token_range & range, int64_t begin, int n, const float * queries, float * to);
     void add(int head, int span, int n);
     void add_few(int head, int span, int n);
     void add_values(int head, float * to);

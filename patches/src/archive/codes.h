@@ -1,4 +1,4 @@
-// Reads rows of q8_0, q5_0, q4_1 and q4_0 as floats, one group at a time. The floats are equal to ggml's, bit for bit.
+// Reads rows of q8_0, q5_0, q4_1, q4_0 and iq4_nl as floats, one group at a time. The floats are equal to ggml's, bit for bit.
 
 #pragma once
 
@@ -97,6 +97,18 @@ struct q5_0 {
     }
 
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, zero); }
+};
+
+// A scale in half precision, codes of 4 bits. A code stands for one of 16 numbers, which are closer to each other near 0
+struct iq4_nl {
+    static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group/2;
+    static constexpr char    zero    = (char) 128; // added to the numbers, so that they are unsigned
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
+        const __m128i numbers = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char) 129, (char) 141, (char) 153, (char) 166, (char) 181, (char) 197, (char) 217, (char) 241);
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), low_bits(from + sizeof(ggml_fp16_t)));
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, 128.0f); }
 };
 
 template <typename Q>

@@ -14,8 +14,9 @@ namespace kvtool {
 // copies the keys and values of chosen archived tokens to the result of recall_into, in the cache's format
 template <typename T>
 struct gathering {
+    const archive        & tokens;
+    const size_t           layer;
     const archived_layer & l;
-    const turns          & rope;
 
     const int  k;
     const bool v_trans;
@@ -43,12 +44,12 @@ struct gathering {
             T * to = to_k + ((size_t) i*l.n_head + head)*l.n_embd_k;
             if (i >= n) {
                 std::fill_n(to, l.n_embd_k, T {});
-            } else if (some[i].turn == 0 && l.n_map_k == 0) {
+            } else if (some[i].turn == 0 && l.n_map_k == 0 && !l.is_centered) {
                 from(l.type_k, l.raw_key(head, some[i].place), to, l.n_embd_k);
             } else {
-                l.keys(head, some[i].place, 1, key.data());
+                tokens.key(layer, head, some[i].pos, some[i].place, key.data());
                 if (some[i].turn != 0) {
-                    rope.turn(key.data(), some[i].turn);
+                    tokens.turns_of(layer).turn(key.data(), some[i].turn);
                 }
                 from(key.data(), to, l.n_embd_k);
             }
@@ -208,7 +209,7 @@ static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
     T * to_k = (T *) dst->data;
     T * to_v = to_k + (size_t) k*l.n_head*l.n_embd_k;
 
-    gathering<T> all { l, tokens.turns_of(layer.i), k, layer.all->params.v_trans != 0, to_k, to_v };
+    gathering<T> all { tokens, layer.i, l, k, layer.all->params.v_trans != 0, to_k, to_v };
 
     const some_tokens step = { 0, (int) dst->src[0]->ne[2] };
 

@@ -92,15 +92,13 @@ void residents::put_mean(size_t layer, int head, const means & all, size_t place
     tokens.turns_of(layer).turn(key, -tokens.query_turn(to, anchor));
 }
 
-void residents::put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const {
+void residents::put_token(size_t layer, int head, int64_t i, int64_t place, bool is_far, int cell, cells & out) const {
     const auto & l = tokens[layer];
     const auto [key, value] = add_cell(l, (int64_t) cell*l.n_head + head, out);
 
-    l.keys  (head, place, 1, key);
+    tokens.key(layer, head, i, place, key);
     l.values(head, place, 1, value);
-    if (turn != 0) {
-        tokens.turns_of(layer).turn(key, turn);
-    }
+    tokens.turns_of(layer).turn(key, tokens.turn_back(i, is_far, anchor));
 }
 
 void residents::begin(int64_t rot) {
@@ -184,7 +182,7 @@ void residents::update_tail(resident_row & r, size_t layer, int head, cells & ou
     const int64_t first = std::max(tokens.begin(), tokens.clusters_of(layer, head).end()*n_block);
 
     for (r.tail = std::max(r.tail, first); r.tail < tokens.end() && !is_full(out); ++r.tail) {
-        put_token(layer, head, r.tail, tokens.turn_back(r.tail, false, anchor), n.first_tail() + r.tail % n.n_tail, out);
+        put_token(layer, head, r.tail, r.tail, false, n.first_tail() + r.tail % n.n_tail, out);
     }
 
     const auto mask = r.mask.begin() + n.first_tail();
@@ -222,16 +220,14 @@ void residents::update_slots(resident_row & r, size_t layer, int head, cells & o
         r.mask[leaving.back()] = mask_of(r.sizes[leaving.back()]);
     }
 
-    // number of positions by which the key of the token at a place is rotated
-    const auto turn_of = [&](int64_t place) {
-        const auto &  block = own[place/n_block];
-        const int64_t i     = place - place % n_block + block.order[place % n_block];
-        return tokens.turn_back(i, block.to.is_far, anchor);
+    const auto put = [&](int64_t place, int s) {
+        const auto & block = own[place/n_block];
+        put_token(layer, head, place - place % n_block + block.order[place % n_block], place, block.to.is_far, n.first_token() + s, out);
     };
     for (int s = 0; s < n.n_token && r.anchor != anchor && !is_full(out); ++s) {
         auto & slot = r.slots[s];
         if (slot.place >= 0 && slot.anchor != anchor && own[slot.place/n_block].to.is_far) {
-            put_token(layer, head, slot.place, turn_of(slot.place), n.first_token() + s, out);
+            put(slot.place, s);
             slot.anchor = anchor;
         }
     }
@@ -250,8 +246,7 @@ void residents::update_slots(resident_row & r, size_t layer, int head, cells & o
         const int64_t block = own.block_at(at);
         const auto  * start = own[block].start.data() + own.cluster_at(at);
         for (int64_t place = block*n_block + start[0]; place < block*n_block + start[1]; ++place) {
-            const int s = r.add_token(i, place, anchor);
-            put_token(layer, head, place, turn_of(place), n.first_token() + s, out);
+            put(place, r.add_token(i, place, anchor));
         }
     }
 }

@@ -87,7 +87,7 @@ private:
     void update_slots(resident_row & r, size_t layer, int head, cells & out);
 
     void put_mean (size_t layer, int head, const means & all, size_t place, const bearing & to, int cell, cells & out) const;
-    void put_token(size_t layer, int head, int64_t place, int64_t turn, int cell, cells & out) const;
+    void put_token(size_t layer, int head, int64_t i, int64_t place, bool is_far, int cell, cells & out) const;
 
     // maximum number of cells per update. It limits the memory, because keys and values are stored as floats
     static constexpr size_t n_most = 1024;

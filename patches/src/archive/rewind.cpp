@@ -46,7 +46,7 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
         const int64_t t = first + j;
         for (int head = 0; head < l.n_head; ++head) {
             float * key = x.data() + head*l.n_embd_k;
-            l.keys(head, all.place_of(i, head, t), 1, key);
+            all.key(i, head, t, all.place_of(i, head, t), key);
             if (const int64_t delta = all.base_of(t) - base) {
                 all.turns_of(i).turn(key, delta);
             }

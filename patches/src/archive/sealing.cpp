@@ -98,7 +98,7 @@ void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far, 
 
     keys  .resize(n*l.n_embd_k);
     values.resize(n*l.n_embd_v);
-    l.keys  (head, block*n_block + first, n, keys  .data());
+    this->keys(layer, head, block*n_block + first, n, nullptr, keys.data());
     l.values(head, block*n_block + first, n, values.data());
     for (int i = 0; i < n; ++i) {
         rope[layer].turn(keys.data() + i*l.n_embd_k, turn_to(to, block*n_block + first + i));

@@ -34,6 +34,9 @@ std::string staging::unsupported(const archive & tokens, const std::vector<layer
         if (tokens[i].type_k != tokens[i].type_v) {
             return "keys and values are archived in different formats";
         }
+        if (tokens[i].is_centered) {
+            return "keys are archived as iq4_nl";
+        }
     }
     return {};
 }

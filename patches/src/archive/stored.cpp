@@ -295,6 +295,7 @@ static bool with_source(ggml_type type, const F & run) {
         case GGML_TYPE_Q5_0: run(of_codes<q5_0>()); return true;
         case GGML_TYPE_Q4_1: run(of_codes<q4_1>()); return true;
         case GGML_TYPE_Q4_0: run(of_codes<q4_0>()); return true;
+        case GGML_TYPE_IQ4_NL: run(of_codes<iq4_nl>()); return true;
         default:             return false;
     }
 }
@@ -379,7 +380,7 @@ void byte_columns::set(const float * from, int n_x, int64_t d) {
 
 bool can_multiply_bytes(ggml_type type, int64_t d) {
     return vectors() == AVX512 && d % n_group == 0 &&
-        (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q4_0);
+        (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_IQ4_NL);
 }
 
 void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
@@ -391,6 +392,7 @@ void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n
         case GGML_TYPE_Q8_0: return multiply_some_codes<q8_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
         case GGML_TYPE_Q5_0: return multiply_some_codes<q5_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
         case GGML_TYPE_Q4_0: return multiply_some_codes<q4_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
+        case GGML_TYPE_IQ4_NL: return multiply_some_codes<iq4_nl>(rows, size, n, d, own, scales, sums, n_x, out, os);
         default:             return multiply_some_codes<q4_1>(rows, size, n, d, own, scales, sums, n_x, out, os);
     }
 #else

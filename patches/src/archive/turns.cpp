@@ -69,7 +69,27 @@ turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n
     made->first_large = -n_large;
     fill(made->small, 0, 1, n_small);
     fill(made->large, made->first_large, n_small, 2*n_large + 1);
+    for (int i = 0; i < n_small; ++i) {
+        const float * c = made->small.data() + i*4*n_pair;
+        for (int p = 0; p < n_pair; ++p) {
+            made->pairs.push_back(c[at(p, true)]);
+        }
+        for (int p = 0; p < n_pair; ++p) {
+            made->pairs.push_back(c[2*n_pair + at(p, true)]);
+        }
+    }
     rows = made;
+}
+
+void turns::multiply_pairs(float * query, float * key, float * out) const {
+    hadamard(query, n_embd, n_map);
+    hadamard(key,   n_embd, n_map);
+    for (int p = 0; p < n_pair; ++p) {
+        const int i = at(p, false);
+        const int j = at(p, true);
+        out[p]          = query[i]*key[i] + query[j]*key[j];
+        out[p + n_pair] = query[j]*key[i] - query[i]*key[j];
+    }
 }
 
 void turns::share(const turns & other) {

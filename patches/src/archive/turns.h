@@ -46,13 +46,22 @@ public:
     void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
 
     // True if all elements are rotated and none is scaled. Keys can then be rotated while they are multiplied
-    bool is_plain() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && n_map == 0 && scale.empty(); }
+    bool is_plain() const { return has_pairs() && n_map == 0; }
     bool are_halves() const { return is_neox; }
 
     // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has a cosine for each element, and
     // then a sine for each element. A rotated element is the element times its cosine, plus the other element of the
     // pair times the sine
     const float * small_turns() const { return rows->small.data(); }
+
+    // Prepare the products of a query with a key in all its rotations by 0 .. n_small - 1 positions. The product with the
+    // rotation by `delta` positions is the sum of out[i]*pair_turns(delta)[i] over n_embd elements. Both arguments are
+    // overwritten. Call this only if has_pairs is true: all elements are rotated, and none is scaled
+    void multiply_pairs(float * query, float * key, float * out) const;
+    bool has_pairs() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && scale.empty(); }
+
+    // rotation by 0 .. n_small - 1 positions: a cosine for each pair, and then a sine for each pair
+    const float * pair_turns(int delta) const { return rows->pairs.data() + delta*n_embd; }
 
     static constexpr int n_small = 256;
 
@@ -80,10 +89,11 @@ private:
 
     std::vector<double> omega; // [n_pair], radians per position
 
-    // small: rotations by 0 .. n_small - 1 positions; large: rotations by multiples of n_small
+    // small: rotations by 0 .. n_small - 1 positions; large: rotations by multiples of n_small; pairs: see pair_turns
     struct tables {
         std::vector<float> small;
         std::vector<float> large;
+        std::vector<float> pairs;
 
         int first_large = 0; // `large` begins with the rotation by first_large*n_small positions
     };

@@ -316,6 +316,42 @@ int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * tabl
     });
 }
 
+static int64_t copy_centers(llama_context * ctx, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
+    auto * kvtool = with_settled_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const bool copies = in || out;
+    if (copies && !same_tokens(*kvtool)) {
+        return -1;
+    }
+    auto & tokens = kvtool->archive->tokens;
+
+    const int64_t least = copies ? tokens.begin() : 0;
+    const int64_t most  = copies ? tokens.end()   : archive::most;
+    if (begin < least || begin > end || end > most) {
+        return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
+                (long long) least, (long long) most, (long long) begin, (long long) end));
+    }
+    return guarded([&]() -> int64_t {
+        if (in) {
+            kvtool->drop_residents();
+            tokens.set_centers(in, begin, end);
+        } else if (out) {
+            tokens.get_centers(out, begin, end);
+        }
+        return begin < end ? ((end - 1)/store::n_block - begin/store::n_block + 1)*tokens.center_bytes() : 0;
+    });
+}
+
+int64_t llama_kvtool_get_centers(llama_context * ctx, uint8_t * out, int64_t begin, int64_t end) {
+    return copy_centers(ctx, out, nullptr, begin, end);
+}
+
+int64_t llama_kvtool_set_centers(llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end) {
+    return copy_centers(ctx, nullptr, in, begin, end);
+}
+
 int64_t llama_kvtool_clusters(llama_context * ctx, int64_t * span) {
     auto * kvtool = with_settled_archive(ctx);
     if (!kvtool) {

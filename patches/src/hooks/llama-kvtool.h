@@ -24,7 +24,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 25
+#define LLAMA_KVTOOL_ABI 26
 
 // returned if the archive has no memory or disk space for a call; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -404,6 +404,12 @@ LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t l
 // it returns 0.
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
+
+// Copy the centers of all blocks that hold tokens from position begin to end - 1. Keys that are archived as iq4_nl are
+// stored minus the center of their block. Set the centers after the layers and before the table. Both functions return the
+// number of bytes, which is 0 if keys have another type; if the buffer is null, they do nothing else.
+LLAMA_API int64_t llama_kvtool_get_centers(struct llama_context * ctx, uint8_t * out, int64_t begin, int64_t end);
+LLAMA_API int64_t llama_kvtool_set_centers(struct llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end);
 
 // Report which blocks have clusters in all rows. A block has the tokens of one slab (see llama_kvtool_archive_slab).
 // The tokens span[0] .. span[1] - 1 have clusters for tokens beyond n_near, and span[2] .. span[3] - 1 have clusters
