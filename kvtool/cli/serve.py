@@ -187,7 +187,7 @@ def _site(
     return Site(
         name,
         run.policy,
-        JobQueue(serving.queue),
+        JobQueue(serving.queue, serving.parallel),
         Defaults(
             sampling_of(generation),
             generation.n,
