@@ -54,7 +54,9 @@ def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _ServeOptions(Options):
-    host: str = _serving("--host ADDRESS", "127.0.0.1", "Address to listen on.")
+    host: str = _serving(
+        "--host ADDRESS", "127.0.0.1", "Address to listen on: a name or IPv4 address of this machine."
+    )
     port: int = _serving("--port N", 8080, "Port to listen on.", minimum=0, maximum=65535)
     api_key_file: Path | None = _serving(
         "--api-key-file", None, "File of API keys, one per line; every request needs one."
@@ -187,7 +189,7 @@ def _site(
     return Site(
         name,
         run.policy,
-        JobQueue(serving.queue),
+        JobQueue(serving.queue, serving.parallel),
         Defaults(
             sampling_of(generation),
             generation.n,

@@ -48,6 +48,8 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 def address(host: str) -> str:
     """Return the IPv4 address of a host name, as "1.2.3.4". Raises UsageError if it has none."""
+    if ":" in host:
+        raise UsageError(f"the host must be a name or an IPv4 address, got {host}")
     try:
         addresses = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -37,8 +37,10 @@ _MAX_CHOICES = 50
 _MAX_SCHEMAS = 50_000
 """Maximum number of schemas inside a schema. This is llguidance's limit."""
 
-_GREATEST = 10**18
-"""Limit of integers that the schema does not limit. Without it, small models may write endless digits."""
+_LEAST, _GREATEST = -(2**63 - 1024), 2**63 - 1
+"""Limits of integers. Without limits, small models may write endless digits. llguidance converts bounds to
+floating-point numbers, and then to integers of 64 bits, and fails for a smaller bound than _LEAST.
+"""
 
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
@@ -57,8 +59,6 @@ _NOT_EXPRESSIBLE = {
 
 _ON_UNNAMED = {"additionalProperties", "patternProperties", "propertyNames", "enum", "const"}
 """Keywords about properties that the schema does not name."""
-
-_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const"}
 
 
 class LeftOut(NamedTuple):
@@ -135,8 +135,7 @@ class _Writer:
         self._parts(new, where, is_alone=is_alone, are_apart=are_apart)
         self._close(new, is_alone=is_alone)
         self._counts(new, where)
-        if new.get("type") in _INTEGERS and not new.keys() & _BOUNDS:
-            new |= {"minimum": -_GREATEST, "maximum": _GREATEST}
+        _limit_numbers(new)
         return new
 
     def _is_needed(self, key: str, value: object) -> bool:
@@ -345,10 +344,23 @@ class _Writer:
                 new[key] = subschema(key, value, is_alone)
 
 
-_INTEGERS = ("integer", ["integer", "null"], ["null", "integer"])
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
+
+
+def _limit_numbers(new: Schema) -> None:
+    """Give integers both bounds, and replace bounds of numbers that llguidance does not support."""
+    types = [new["type"]] if isinstance(new.get("type"), str) else listed(new, "type")
+    are_integers = "integer" in types and "number" not in types
+    if are_integers and not new.keys() & {"enum", "const"}:
+        new |= {"minimum": new.get("minimum", _LEAST), "maximum": new.get("maximum", _GREATEST)}
+    # llguidance rounds the bounds of integers to 64 bits, but does not round bounds of other numbers
+    greatest = _GREATEST if are_integers else -_LEAST
+    for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        bound = new.get(key)
+        if isinstance(bound, (int, float)) and not isinstance(bound, bool):
+            new[key] = max(bound, _LEAST) if key.endswith("inimum") else min(bound, greatest)
 
 
 def _named(schema: Any) -> list[str]:

@@ -63,6 +63,7 @@ class SlotPool:
     def run(self, jobs: JobQueue) -> None:
         """Answer jobs until the queue is closed. If a job fails, only the job's client gets an error."""
         while True:
+            jobs.n_slots = self.n_max
             self._permits.acquire()
             if not (job := jobs.get()):
                 break

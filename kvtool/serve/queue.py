@@ -73,7 +73,9 @@ class JobQueue:
     Parameters
     ----------
     n_max
-        Maximum number of waiting jobs.
+        Maximum number of waiting jobs. Jobs for which a slot is free do not count.
+    n_slots
+        Number of slots. `SlotPool.run` keeps it up to date.
 
     Attributes
     ----------
@@ -81,8 +83,9 @@ class JobQueue:
         Jobs that were taken out of the queue and have not ended.
     """
 
-    def __init__(self, n_max: int) -> None:
+    def __init__(self, n_max: int, n_slots: int = 0) -> None:
         self.n_max = n_max
+        self.n_slots = n_slots
         self._by_client: OrderedDict[str, deque[Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -98,9 +101,12 @@ class JobQueue:
             if self._is_closed:
                 raise stopped()
             self._remove_cancelled()
-            if len(self) >= self.n_max:
+            # a client that has its answer may ask again before the job's slot is free
+            n_busy = sum(not job.end for job in self.running)
+            n_waiting = len(self) + n_busy - self.n_slots
+            if n_waiting >= self.n_max:
                 raise ApiError(
-                    f"the queue is full ({len(self)} waiting); try again later",
+                    f"the queue is full ({n_waiting} waiting); try again later",
                     status=429,
                     kind="rate_limit_error",
                     code="too_many_requests",

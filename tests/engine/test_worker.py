@@ -272,6 +272,7 @@ def test_used_port_is_refused_with_one_line(workers):
     [
         (["--host", "203.0.113.1"], "this machine has no such address"),
         (["--host", "no-such-host.invalid"], "cannot be resolved to an IPv4 address"),
+        (["--host", "::1"], "the host must be a name or an IPv4 address, got ::1"),
         (["--mem", "much"], "a size is a number"),
         (["--mem", "0"], "must be above 0"),
     ],

@@ -189,6 +189,7 @@ def test_patterns_are_rewritten_for_llguidance(pattern, parts):
 
 OPEN = {"type": "object", "properties": {"a": {"type": "string"}}}
 CLOSED = OPEN | {"additionalProperties": False}
+LIMITS = {"minimum": -(2**63 - 1024), "maximum": 2**63 - 1}
 
 
 @pytest.mark.parametrize(
@@ -202,8 +203,14 @@ CLOSED = OPEN | {"additionalProperties": False}
         ({"anyOf": [OPEN], "properties": {"b": {}}}, {"anyOf": [OPEN], "properties": {"b": {}}}),
         ({"allOf": [OPEN, {"required": ["b"]}]}, {"allOf": [OPEN, {"required": ["b"]}]}),
         ({"items": OPEN, "prefixItems": [OPEN]}, {"items": CLOSED, "prefixItems": [CLOSED]}),
-        ({"type": "integer"}, {"type": "integer", "minimum": -(10**18), "maximum": 10**18}),
-        ({"type": "integer", "maximum": 5}, {"type": "integer", "maximum": 5}),
+        ({"type": "integer"}, {"type": "integer"} | LIMITS),
+        ({"type": "integer", "maximum": 5}, {"type": "integer"} | LIMITS | {"maximum": 5}),
+        ({"type": "integer", "const": 5}, {"type": "integer", "const": 5}),
+        (
+            {"type": ["integer", "null"], "multipleOf": 5},
+            {"type": ["integer", "null"], "multipleOf": 5} | LIMITS,
+        ),
+        ({"type": ["integer", "number"]}, {"type": ["integer", "number"]}),
         ({"type": "string", "maxLength": 2**40, "$schema": "my own"}, {"type": "string"}),
         ({"type": "array", "uniqueItems": False}, {"type": "array"}),
     ],
@@ -296,6 +303,42 @@ def test_texts_of_random_schemas_are_valid(vocabulary):
     assert len(refused) < 40
     assert all("nsatisfiable" in message or "empty" in message for message in refused)
     assert n_left_out < 40
+
+
+def is_text_of(vocabulary, schema, text):
+    """Return True if a JSON text fits the enforced schema."""
+    matcher = Matcher(vocabulary, enforced(schema).rules)
+    tokens = [*vocabulary.tokens_of(text.encode()), min(vocabulary.ends)]
+    return all(map(matcher.accept, tokens))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer"},
+        {"type": ["string", "null", "integer"]},
+        {"type": "integer", "minimum": -(2**63)},
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": "integer", "exclusiveMinimum": -1e300, "exclusiveMaximum": 1e300},
+    ],
+)
+def test_integers_of_64_bits_are_written_and_no_longer_ones(vocabulary, schema):
+    for number in (2**63 - 1, 1849201134567890123, 0, -(2**63 - 1024)):
+        assert is_text_of(vocabulary, schema, str(number)), number
+    for number in (2**63, 10**19, -(2**63)):
+        assert not is_text_of(vocabulary, schema, str(number)), number
+
+
+def test_one_bound_of_an_integer_is_completed(vocabulary):
+    for bound in ({"minimum": 0}, {"exclusiveMinimum": -1}, {"multipleOf": 2}):
+        schema = {"type": "integer"} | bound
+        assert is_text_of(vocabulary, schema, str(10**18))
+        assert not is_text_of(vocabulary, schema, str(10**19))
+
+
+def test_bounds_of_numbers_beyond_64_bits_are_not_refused(vocabulary):
+    for bounds in ({"minimum": -(2**63)}, {"minimum": 0, "maximum": 1e300}, {"exclusiveMaximum": 2**63}):
+        assert is_text_of(vocabulary, {"type": "number"} | bounds, "2.5")
 
 
 def _chain(n, link):

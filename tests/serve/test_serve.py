@@ -252,7 +252,7 @@ def test_tool_is_called_and_its_result_is_read(real_client):
     (call,) = choice.message.tool_calls
     assert call.function.name == "weather"
     assert list(json.loads(call.function.arguments)) == ["city"]
-    assert not choice.message.content
+    assert choice.message.content is None
     # a stream sends the same call in pieces
     name, arguments = "", ""
     for piece in ask(real_client, messages, **more, stream=True):

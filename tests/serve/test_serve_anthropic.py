@@ -46,7 +46,7 @@ def test_messages_request_is_converted_to_a_chat():
             ],
         ),
         message(
-            "user", [result("a", "It is.", is_error=True), result("b", [text("x"), text("y")]), text("Go.")]
+            "user", [result("b", [text("x"), text("y")]), result("a", "It is.", is_error=True), text("Go.")]
         ),
         message("assistant", [use("c")]),
         message("user", [result("c", None)]),

@@ -124,6 +124,28 @@ def test_full_queue_refuses_requests_with_429():
     asyncio.run(fill())
 
 
+def test_requests_for_free_slots_do_not_count_as_waiting():
+    async def fill():
+        waiting = JobQueue(1, n_slots=2)
+        jobs = [Job(None, f"{n}") for n in range(5)]
+        for job in jobs[:3]:
+            waiting.put(job)
+        with pytest.raises(ApiError, match=r"the queue is full \(1 waiting\)"):
+            waiting.put(jobs[3])
+        # jobs that were taken out of the queue take the slots
+        assert [waiting.get(), waiting.get()] == jobs[:2]
+        with pytest.raises(ApiError, match="the queue is full"):
+            waiting.put(jobs[3])
+        # the client has its answer, but the slot is not free yet
+        jobs[0].end = {"kind": "end"}
+        waiting.put(jobs[3])
+        waiting.done(jobs[0])
+        with pytest.raises(ApiError, match="the queue is full"):
+            waiting.put(jobs[4])
+
+    asyncio.run(fill())
+
+
 def test_store_keeps_archives_of_moved_chats_and_removes_partial_files(tmp_path):
     moved, killed = "0123456789abcdef.kv", "fedcba9876543210.kv"
     for name in (f"{moved}.archive", f"{killed}.archive.next", f"{killed}.kvtool.part", f"{killed}.part"):

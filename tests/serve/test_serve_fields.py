@@ -457,7 +457,7 @@ def test_parallel_tool_calls_false_ends_the_reply_after_one_call(talker):
             fields = body | {"messages": HI, "tools": tools, **more}
             answer = server.ask("/v1/chat/completions", fields).json()
             (choice,) = answer["choices"]
-            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "")
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
             assert "ignored" not in answer["kvtool"]
             return choice["message"], answer["usage"]
 

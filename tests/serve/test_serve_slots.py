@@ -57,7 +57,7 @@ class Asked:
         }
         self.request = requests.check_chat(body, Defaults())
         self.client = str(next(NUMBER))
-        self.prompt_counts, self.is_cancelled = None, False
+        self.prompt_counts, self.end, self.is_cancelled = None, None, False
         self.events, self._seen, self._is_over = [], seen, threading.Event()
 
     def emit(self, event):
@@ -384,6 +384,8 @@ def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
         assert first.text
         assert all(job.text for job in others)
         assert server.pool.n_max == len(server.pool.slots) == 1
+        # the queue then counts only one request as not waiting
+        until(lambda: server.jobs.n_slots == 1)
     (line,) = server.lines
     assert line.startswith("only 1 at once: there is none; choose a smaller --budget")
 

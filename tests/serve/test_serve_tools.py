@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtool.chats.template import Template
-from kvtool.serve.api import anthropic, messages
+from kvtool.serve.api import anthropic, messages, responses
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice, check_choice, check_tools
 from kvtool.serve.store.history import History
@@ -155,14 +155,42 @@ def test_calls_and_results_of_all_clients_are_normalized():
             [("weather", '{"city": "\u00c5rhus", "days": 2}'), ("weather", '{"city": "Oslo"}'), ("now", "{}")]
         )
     ]
-    assert [each["tool_call_id"] for each in results] == ["call_3", "call_1", "call_2"]
+    assert [each["tool_call_id"] for each in results] == ["call_1", "call_2", "call_3"]
+    assert [each["content"] for each in results] == ["Rain.", "Snow.", "Noon."]
     # an id in the request is kept, and a later call without an id gets a new id
     chat = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
     *_, later, last = checked(*chat)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
     # in Ollama's format, a result has the tool's name instead of the call's id
-    _, _, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
-    assert third["tool_call_id"] == "x"
+    _, second, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
+    assert [(each["tool_call_id"], each["content"]) for each in (second, third)] == [
+        ("x", "b"),
+        ("call_2", "a"),
+    ]
+
+
+def test_results_are_sorted_by_the_order_of_their_calls():
+    def sorted_contents(ids, *results):
+        calls = [{"id": id, "function": {"name": "f"}} for id in ids]
+        turns = [{"role": "tool", "tool_call_id": id, "content": content} for id, content in results]
+        return [
+            each["content"]
+            for each in messages.check([{"role": "assistant", "tool_calls": calls}, *turns, *later])[1:]
+        ]
+
+    later = []
+    assert sorted_contents("abc", ("c", "3"), ("a", "1"), ("b", "2")) == ["1", "2", "3"]
+    # a result that belongs to no call keeps its place
+    assert sorted_contents("ab", ("b", "2"), ("x", "?"), ("a", "1")) == ["1", "?", "2"]
+    # some clients use the name of the function as the id
+    assert sorted_contents("aba", ("a", "1"), ("b", "2"), ("a", "3")) == ["1", "2", "3"]
+    items = [{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "ab"]
+    items += [{"type": "function_call_output", "call_id": id, "output": id} for id in "ba"]
+    chat, _ = responses.as_chat({"input": items})
+    assert [each["content"] for each in messages.check(chat["messages"])] == ["", "a", "b"]
+    # results after another message are not sorted together with the results before it
+    later = [{"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
+    assert sorted_contents("ab", ("b", "2")) == ["2", "?", "1"]
 
 
 class Name(str):
@@ -183,7 +211,7 @@ def test_checking_names_and_ids_takes_linear_time(monkeypatch):
     check_tools([tool(Name(f"f{i}")) for i in range(n)])
     calls = [{"id": Name(f"c{i}"), "function": {"name": Name("f")}} for i in range(n)]
     results = [{"role": "tool", "tool_call_id": Name(f"c{i}"), "name": "f"} for i in range(n)]
-    messages._name_calls([{"role": "assistant", "tool_calls": calls}, *results])
+    messages._match_results([{"role": "assistant", "tool_calls": calls}, *results])
     tools = [{"name": Name(f"f{i}"), "input_schema": {"type": "object"}} for i in range(n)]
     found = [{"type": "tool_reference", "tool_name": Name(f"f{i}")} for i in range(n)]
     content = [{"type": "tool_result", "tool_use_id": "x", "content": found}]
@@ -311,11 +339,11 @@ def test_templates_get_arguments_as_objects_and_short_call_ids():
     template = Template(SHOWS, "", "")
     rewritten = for_template(CHAT, template)
     assert json.dumps(CHAT) == before
-    assert [message["content"] for message in rewritten] == ["?", "", "rain", "noon", "Noon."]
+    assert [message["content"] for message in rewritten] == ["?", "", "noon", "rain", "Noon."]
     calls = rewritten[1]["tool_calls"]
     assert [call["function"]["arguments"] for call in calls] == [{}, {"city": "Ü"}]
     ids = [call["id"] for call in calls]
-    assert ids == [rewritten[3]["tool_call_id"], rewritten[2]["tool_call_id"]]
+    assert ids == [rewritten[2]["tool_call_id"], rewritten[3]["tool_call_id"]]
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids)
     assert "tool_calls" not in rewritten[4]
     for text in ("{", "[1]", "two"):
@@ -336,7 +364,7 @@ def test_template_without_tools_gets_calls_and_results_as_text():
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Ü"}}\n</tool_call>'
     )
     assert rewritten[2]["content"] == (
-        "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+        "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
     )
     assert all("tool_calls" not in message for message in rewritten)
 

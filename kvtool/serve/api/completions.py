@@ -95,6 +95,8 @@ class CompletionBodies(AnswerBodies):
 
     def whole(self, logprobs: list[Body] | None, end: End) -> Body:
         message = end["message"]
+        if message.get("tool_calls") and not message["content"]:
+            message = message | {"content": None}
         shown = None if logprobs is None else self._logprobs(logprobs)
         choice: Body = {"index": 0, "finish_reason": end["finish"], "logprobs": shown}
         choice |= {"message": message} if self._is_chat else {"text": message["content"]}

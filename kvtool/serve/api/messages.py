@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -23,7 +24,7 @@ def check(value: object) -> list[Message]:
 
     If a content is a list of parts, it becomes one text. The role "developer" becomes "system". System
     messages at the beginning are joined, because many templates accept only one. Calls and results without an
-    id get an id.
+    id get an id. Results are sorted by the order of their calls, because many templates do not show ids.
     """
     given = need(value, list, "messages")
     if not given:
@@ -31,7 +32,7 @@ def check(value: object) -> list[Message]:
     if len(given) > MAX_MESSAGES:
         raise ApiError.at("messages", f"has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
-    _name_calls(messages)
+    _match_results(messages)
     n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
     if n > 1:
         content = "\n\n".join(each["content"] for each in messages[:n])
@@ -77,41 +78,58 @@ def _thought(given: Message) -> str:
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def _name_calls(messages: list[Message]) -> None:
-    """Give ids to calls and results without an id.
+def _match_results(messages: list[Message]) -> None:
+    """Give ids to calls and results without an id, and sort results by the order of their calls.
 
-    Raises ApiError for a result without an id if no call waits for a result.
+    Only results without other messages between them are sorted. Results that belong to no call keep their
+    places. Raises ApiError for a result without an id if no call waits for a result.
     """
-    waiting = _Waiting([])
+    calls: list[Message] = []
+    waiting = _Waiting(calls)
     n = 0
+    # indices of the latest results in `messages`, and for each of them the number of its call
+    numbers: dict[int, int] = {}
     for i, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
             n += 1
             call["id"] = call["id"] or f"call_{n}"
         if "tool_calls" in message:
-            waiting = _Waiting(message["tool_calls"])
+            calls = message["tool_calls"]
+            waiting = _Waiting(calls)
         if message["role"] != "tool":
+            _sort(messages, numbers)
+            numbers = {}
             continue
         id = message["tool_call_id"]
-        if call := waiting.pop(id, message.get("name")):
-            message["tool_call_id"] = call["id"]
+        number = waiting.pop(id, message.get("name"))
+        if number is not None:
+            message["tool_call_id"] = calls[number]["id"]
+            numbers[i] = number
         elif not id:
             raise ApiError.at(f"messages[{i}].tool_call_id", "is missing, and no call waits for a result")
+    _sort(messages, numbers)
+
+
+def _sort(messages: list[Message], numbers: Mapping[int, int]) -> None:
+    """Sort some of the messages by numbers. numbers: maps the indices of these messages to their numbers."""
+    ordered = [messages[i] for i in sorted(numbers, key=numbers.__getitem__)]
+    for i, message in zip(numbers, ordered, strict=True):
+        messages[i] = message
 
 
 class _Waiting:
     """The calls of a reply that wait for a result."""
 
     def __init__(self, calls: list[Message]) -> None:
-        self._calls = dict(enumerate(calls))
+        self._left = set(range(len(calls)))
         # for each pair (id, name): numbers of the calls that it fits; None stands for any id or name
         self._numbers: dict[tuple[str | None, str | None], deque[int]] = {}
-        for number, call in self._calls.items():
+        for number, call in enumerate(calls):
             for key in product((call["id"], None), (call["function"]["name"], None)):
                 self._numbers.setdefault(key, deque()).append(number)
 
-    def pop(self, id: str | None, name: str | None) -> Message | None:
-        """Remove and return the call to which a result belongs. Return None if there is no such call.
+    def pop(self, id: str | None, name: str | None) -> int | None:
+        """Remove the call to which a result belongs, and return its number. Return None if there is no call.
 
         The result belongs to the first call that has its id and its name. If no call has both, it belongs to
         the first call that has its id.
@@ -121,8 +139,10 @@ class _Waiting:
         for key in ((id, name), (id, None)):
             numbers = self._numbers.get(key, deque())
             while numbers:
-                if call := self._calls.pop(numbers.popleft(), None):
-                    return call
+                number = numbers.popleft()
+                if number in self._left:
+                    self._left.remove(number)
+                    return number
         return None
 
 
