@@ -91,7 +91,7 @@ class Archive:
     Raises
     ------
     UsageError
-        If the bytes hold less than two slabs, or the file cannot be created.
+        If the bytes, given or default, hold less than two slabs, or the file cannot be created.
     """
 
     def __init__(self, owner: Decoder, n_layer: int, settings: ArchiveSettings) -> None:
@@ -103,22 +103,31 @@ class Archive:
         self.slab_bytes: int = lib.llama_kvtool_archive_slab(owner.handle, ctypes.byref(n_block))
         check(self.slab_bytes)
         self.n_block = n_block.value
+        if file is not None and lib.llama_kvtool_archive_file(owner.handle, os.fsencode(file)) < 0:
+            raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
+        fault, remedy = "--archive is too small", ""
+        if n_max is None and max_bytes is None:
+            if file is None:
+                max_bytes = free_bytes() // 4
+                fault = "a quarter of the free memory is too small for the archive"
+                remedy = "; free some memory, or choose a file with --archive-file"
+            else:
+                max_bytes = free_disk_bytes(file) // 2
+                fault = f"half of the free space on the disk of {file} is too small for the archive"
+                remedy = "; free some space, or choose a file on another disk"
         if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
             # the message prints this size, so round up: an archive of the printed size must be accepted
             least = f"{-(-2 * self.slab_bytes // 1024)} KiB"
             raise UsageError(
-                f"--archive is too small: the archive grows in steps of {self.n_block} tokens and needs at "
-                f"least two steps ({least})"
+                f"{fault}: the archive grows in steps of {self.n_block} tokens and needs at least two steps "
+                f"({least}){remedy}"
             )
         self.segments: list[Segment] = []
         self.clusters: list[Clusters] = []
         self.is_traced = False
         self.while_sealing: Callable[[int, int], None] = lambda done, n: None
-        if file is not None and lib.llama_kvtool_archive_file(owner.handle, os.fsencode(file)) < 0:
-            raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
         if n_max is None:
-            if max_bytes is None:
-                max_bytes = free_bytes() // 4 if file is None else free_disk_bytes(file) // 2
+            assert max_bytes is not None
             n_max = self._tokens_in(max_bytes // self.slab_bytes)
         self.n_max = min(n_max, _LARGEST)
 

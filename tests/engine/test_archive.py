@@ -236,6 +236,23 @@ def test_default_archive_limit_is_a_quarter_of_memory_or_half_of_the_disk(tiny_m
             assert most - limit.slab_bytes < limit.max_bytes <= most
 
 
+def test_too_little_free_memory_or_disk_space_for_an_archive_is_refused(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**12)
+    monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**11)
+    file = str(tmp_path / "file")
+    for place, start, end in (
+        (None, "a quarter of the free memory", "free some memory, or choose a file with --archive-file"),
+        (file, f"half of the free space on the disk of {file}", "free some space, or choose .* another disk"),
+    ):
+        run = RunOptions(model=str(tiny_model()), archive_file=place, threads=1)
+        words = rf"^{start} is too small for the archive: .* at least two steps \([0-9]+ KiB\); {end}$"
+        with pytest.raises(UsageError, match=words), open_run(run):
+            pass
+    # a limit in tokens does not depend on the free space
+    with open_run(RunOptions(model=str(tiny_model()), archive="20000", threads=1)) as opened:
+        assert opened.engine.context.archive.n_max == 20000
+
+
 def test_policy_of_a_session_or_settings_file_is_never_replaced(talk, tiny_model, tmp_path, monkeypatch):
     # the policy of a session is never replaced
     assert talk(TURNS[:1], *RECALL).returncode == 0
