@@ -601,6 +601,15 @@ def test_plain_has_no_colours(terminal):
     assert styles <= {b"", b"0", b"7", b"0;7"}
 
 
+def test_verbose_shows_statistics_when_the_chat_ends(terminal):
+    chat = terminal("-v")
+    chat.say("hello")
+    assert "cells per row" not in chat.text
+    chat.type("/exit\r")
+    assert re.search(r"[0-9]+ tokens.*, [0-9]+/128 $", chat.wait_for("cells per row, cache "))
+    assert chat.process.wait(PATIENCE_S) == 0
+
+
 def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
     assert chat.say("/set num_predict 2") == "n  2"

@@ -107,11 +107,9 @@ def chat(
             terminal.run(Terminal(conversation, files, run.policy, args.plain, args.hide_thinking))
         else:
             _pipe(conversation, files, stdin_lines())
-            if run.verbose:
-                drafted = (
-                    f", {writer.n_accepted} of {writer.n_drafted} draft tokens" if writer.drafter else ""
-                )
-                say(f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}")
+        if run.verbose:
+            drafted = f", {writer.n_accepted} of {writer.n_drafted} draft tokens" if writer.drafter else ""
+            say(f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}")
     files.check()
 
 
