@@ -48,8 +48,8 @@ def before_text(
     info: ModelInfo | None = None,
     *,
     is_all: bool = False,
-) -> None:
-    """Write to stderr how a text will be read.
+) -> Notice:
+    """Write to stderr how a text will be read. Return the object for later notices.
 
     Without --explain, write only if the text is too long or the budget is very small.
 
@@ -59,7 +59,9 @@ def before_text(
         explain_run(engine, run.policy, noun, n, is_all=is_all)
     else:
         say_spare(engine)
-    Notice(engine, noun, info)(n, is_explained=run.explain)
+    notice = Notice(engine, noun, info)
+    notice(n, is_explained=run.explain)
+    return notice
 
 
 @dataclass
@@ -80,6 +82,8 @@ class Notice:
         True if a text was longer than the budget and this was reported.
     is_much
         True if a text was too long for the model and this was reported.
+    is_lost
+        True if the user knows that the archive has no room for the oldest tokens.
     """
 
     engine: Engine
@@ -87,6 +91,7 @@ class Notice:
     info: ModelInfo | None = None
     is_long: bool = False
     is_much: bool = False
+    is_lost: bool = False
 
     def __call__(self, n: int, *, is_explained: bool = False) -> None:
         """Report on a text of n tokens before it is read.
@@ -100,6 +105,21 @@ class Notice:
         if self.info and not self.is_much and (text := too_much(self.info, n, self.engine.n_past)):
             self.is_much = True
             say(text)
+        self.is_lost |= _forgets(self.engine, n)
+
+    def after(self) -> None:
+        """After a text was written, report if the archive is full and the oldest tokens are forgotten."""
+        from kvtool.measure.holdings import n_forgotten
+
+        archive = self.engine.context.archive
+        if self.is_lost or not archive or archive.n < archive.n_max:
+            return
+        if n_forgotten(self.engine):
+            self.is_lost = True
+            say(
+                f"the archive is full ({archive.n_max:,} tokens): from now on, the oldest tokens are "
+                "forgotten; a larger --archive keeps more"
+            )
 
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:

@@ -107,7 +107,7 @@ def generate(
             whole, prefix = _rendered(writer, generation, system, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
-        before_text(engine, opened.run, "prompt", len(tokens), opened.info)
+        notice = before_text(engine, opened.run, "prompt", len(tokens), opened.info)
         started = time.monotonic()
         with line_progress("reading") as progress, writer.showing(progress):
             is_read = writer.read(tokens)
@@ -122,6 +122,7 @@ def generate(
                 sys.stdout.write("\n")
             if full:
                 raise full
+            notice.after()
             say(end_note(writer, generation, "answer", is_empty=not text.strip()))
             if run.verbose:
                 say(answer.summary(writer, state))
@@ -206,10 +207,12 @@ class _Answer:
     def summary(self, writer: Writer, state: dict[str, Any]) -> str:
         """Return the line that --verbose shows. state: the engine's report."""
         from kvtool.config.report import line
+        from kvtool.measure.holdings import n_forgotten
 
         drafted = f" ({writer.n_accepted} of {writer.n_drafted} draft tokens)" if writer.drafter else ""
         read = f"read {format_tokens(self.n_prompt)} in {self.read_s:.1f} s"
-        return f"{read}, wrote {writer.n_written:,} in {self.write_s:.1f} s{drafted}, {line(state)}"
+        wrote = f"wrote {writer.n_written:,} in {self.write_s:.1f} s{drafted}"
+        return f"{read}, {wrote}, {n_forgotten(writer.engine):,} tokens forgotten, {line(state)}"
 
 
 def _finish_reason(writer: Writer) -> str:

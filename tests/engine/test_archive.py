@@ -157,6 +157,24 @@ def test_generate_reports_the_archive(chat_model):
     assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
 
 
+def test_pipe_reports_the_first_loss_of_a_full_archive_once(chat_model, talk):
+    lost = "the archive is full (30 tokens): from now on, the oldest tokens are forgotten; a larger --archive"
+    done = talk(TURNS[:4], *RECALL, "--archive", 30, "-v")
+    assert done.stderr.count(lost) == 1
+    assert re.search(
+        r"\n[0-9,]+ tokens, [1-9][0-9,]* forgotten.*, archive 30 of at most 30 tokens", done.stderr
+    )
+    assert "the archive is full" not in talk(TURNS[:1], *RECALL, "--archive", 500).stderr
+    options = ["-m", chat_model, "-t", 1, "-n", 60, "--temp", 0, *RECALL, "--archive", 30, "-v"]
+    done = uncut(called("generate", *options, stdin="word " * 18))
+    assert done.stderr.count(lost) == 1
+    assert re.search(r"\nread .* [1-9][0-9]* tokens forgotten, ", done.stderr)
+    # before a long prompt is read, another line says that its oldest tokens are forgotten
+    done = called("generate", *options, stdin="word " * 90)
+    assert "are forgotten (--archive sets that)" in done.stderr
+    assert "the archive is full" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("write", "options", "why"),
     [

@@ -78,6 +78,7 @@ def chat(
         from kvtool.chats.prompt import template_of
         from kvtool.cli.chat.files import ChatFiles, open_transcript
         from kvtool.config.report import archive_limit, line, report
+        from kvtool.measure.holdings import n_forgotten
 
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
@@ -99,17 +100,18 @@ def chat(
         before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say(unpinned("the system prompt"))
-        writer.before_reading = Notice(engine, "turn", opened.info)
+        writer.before_reading = notice = Notice(engine, "turn", opened.info)
         if is_terminal:
             from kvtool.cli.chat import terminal
             from kvtool.cli.chat.screen import Terminal
 
             terminal.run(Terminal(conversation, files, run.policy, args.plain, args.hide_thinking))
         else:
-            _pipe(conversation, files, stdin_lines())
+            _pipe(conversation, files, stdin_lines(), notice)
         if run.verbose:
             drafted = f", {writer.n_accepted} of {writer.n_drafted} draft tokens" if writer.drafter else ""
-            say(f"{engine.n_past:,} tokens{drafted}, {line(report(engine, run.policy))}")
+            forgotten = f"{n_forgotten(engine):,} forgotten"
+            say(f"{engine.n_past:,} tokens, {forgotten}{drafted}, {line(report(engine, run.policy))}")
     files.check()
 
 
@@ -126,7 +128,7 @@ def _written(args: _ChatOptions) -> Iterator[tuple[str, Path | None]]:
     yield "--transcript", args.transcript
 
 
-def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) -> None:
+def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str], notice: Notice) -> None:
     """Read each line as a turn. Write the replies, and nothing else, to stdout."""
     writer, generation = conversation.writer, files.generation
     for line in lines:
@@ -141,6 +143,7 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str]) ->
             sys.stdout.flush()
         if writer.stop:
             raise KeyboardInterrupt
+        notice.after()
         say(end_note(writer, generation, "reply", is_empty=is_empty))
         # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
