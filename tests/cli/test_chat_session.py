@@ -208,6 +208,12 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 
 
+def test_refusal_names_the_context_if_it_sets_the_budget(talk):
+    assert talk(TURNS[:1], "--policy", "full", "-c", 200).returncode == 0
+    words = "--ctx-size 200; it cannot continue with --ctx-size 250; leave out --ctx-size to continue it, or"
+    one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} name another file\n")
+
+
 def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"

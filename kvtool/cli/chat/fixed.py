@@ -114,12 +114,14 @@ def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Return the names of the values that differ between a session and the present chat.
 
     Models, adapters, policies and budgets are compared first, in this order. If one of them differs, only the
-    name of this value is returned.
+    name of this value is returned. If the context limits the budget, as with `full`, the context takes the
+    place of the budget.
     """
     # a chat without adapters has no value "lora"
     every = dict.fromkeys([*ours, "lora"])
     names = [name for name in every if name != "parameters" and theirs.get(name) != ours.get(name)]
-    decisive: Iterable[str] = ("model_sha256", "lora", "policy", "budget")
+    size = "context" if ours.get("budget") == ours.get("context") else "budget"
+    decisive: Iterable[str] = ("model_sha256", "lora", "policy", size, "budget")
     return [name for name in decisive if name in names][:1] or names
 
 
