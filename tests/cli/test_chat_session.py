@@ -214,6 +214,33 @@ def test_refusal_names_the_context_if_it_sets_the_budget(talk):
     one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} name another file\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (
+            ["--policy", "full", "-c", 200],
+            "raise --ctx-size, or choose another policy, such as --policy recall",
+        ),
+        (
+            ["--policy", "h2o", "--budget", 96, "--positions", "original", "-c", 200],
+            "continue with --positions auto or in-cache",
+        ),
+    ],
+    ids=["full", "original"],
+)
+def test_full_session_advises_a_new_session(talk, tmp_path, options, advice):
+    path = tmp_path / "chat.kvs"
+    long = "many words " * 40
+    first = talk([long], *options)
+    # nothing is saved yet, so other options work
+    assert first.stderr.endswith(f"; {advice}\n")
+    assert talk(TURNS[:1], *options).returncode == 0
+    refused = talk([long])
+    assert (first.returncode, refused.returncode) == (6, 6)
+    new = f"{advice}, in a new session; `kvtool session export {path}` prints this chat's text\n"
+    assert refused.stderr.endswith(f"; {new}")
+
+
 def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"

@@ -20,6 +20,7 @@ from kvtool.cli.writing import end_note, of_model, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions
 from kvtool.config.system import SystemOptions
+from kvtool.errors import StreamEnd
 from kvtool.options import OUTPUT, Options, option
 from kvtool.system import interrupt
 from kvtool.system.texts import stdin_lines
@@ -164,6 +165,8 @@ def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> boo
     except OSError:
         files.keep()
         raise
+    except StreamEnd as error:
+        raise StreamEnd(files.advice(error)) from None
     files.keep()
     say(files.moved_line())
     return is_empty

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import kvtool
@@ -21,7 +22,7 @@ from kvtool.cli.progress import restoring_progress
 from kvtool.cli.writing import sampling_of
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
-from kvtool.errors import SessionError, UsageError
+from kvtool.errors import SessionError, StreamEnd, UsageError
 from kvtool.system.files import Log
 from kvtool.units import FEW_BITS
 
@@ -186,6 +187,14 @@ class ChatFiles:
             else:
                 self._saved_version = self.chat.version
                 self._saved = self._comparable()
+
+    def advice(self, error: StreamEnd) -> str:
+        """Return an error's message. If it advises options that the session fixes, add what to do."""
+        engine = self.chat.writer.engine
+        if not self._saved or (engine.policy.evicts and engine.settings.positions != "original"):
+            return str(error)
+        export = f"kvtool session export {quote(str(self.path))}"
+        return f"{error}, in a new session; `{export}` prints this chat's text"
 
     @property
     def n_unsaved(self) -> int:

@@ -233,8 +233,9 @@ class Terminal:
                     self._refuse(text, again)
                 return False
         except (ModelError, StreamEnd, UsageError) as error:
+            why = self.files.advice(error) if isinstance(error, StreamEnd) else error
             undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
-            self.error(f"{error}; or {undo}start over with /reset")
+            self.error(f"{why}; or {undo}start over with /reset")
             if self._took_back(n_before):
                 self._restore(replaced, *before)
                 self.note("the turn was not answered; the chat is as it was before")
