@@ -109,13 +109,15 @@ class GenerationOptions(Sampling, _LengthOptions):
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 
-    def set(self, name: str, text: str) -> GenerationOptions:
+    def set(self, name: str, text: str | None) -> GenerationOptions:
         """Return a copy with a new value of one setting, which is converted like the value of an option.
 
-        name: see `field`. text: the value. A repeatable option gets this single value, or no value if the
-        text is "". Raises UsageError or InputError.
+        name: see `field`. text: the value, or None for the default. A repeatable option gets this single
+        value, or no value if the text is "". Raises UsageError or InputError.
         """
         name = self.field(name)
+        if text is None:
+            return self.changed(**{name: getattr(GenerationOptions, name)})
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
         option = declared(GenerationOptions)[name]
         value = option.parse(_raw(name, text), name)

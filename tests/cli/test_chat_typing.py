@@ -644,6 +644,16 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     hot = "temp  99.0\nabove 2 a reply is mostly random words; the default is 0.8"
     assert chat.say("/set temp 99") == hot
     assert chat.say("/set temp 0") == "temp  0.0"
+    # the word `default` resets a setting; in quotes, it is a text
+    for name, value, default in (
+        ("min_p", "0.3", "0.05"),
+        ("grammar", "root ::= [a-z]", "(none)"),
+        ("stop", '"default"', "(none)"),
+        ("stop_loops", "off", "on"),
+        ("think_budget", "9", "no limit"),
+    ):
+        assert chat.say(f"/set {name} {value}").endswith(f"{name}  {value}")
+        assert chat.say(f"/set {name} Default").endswith(f"{name}  {default}")
     # /set shows the most useful settings, and all settings that were changed
     lines = chat.say("/set").split("\n")
     assert [line.split()[0] for line in lines] == ["n", "temp", "top_k", "top_p", "min_p", "seed", "/show"]

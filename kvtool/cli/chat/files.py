@@ -114,11 +114,11 @@ class ChatFiles:
         self._check_archive(path, arrays)
         return meta, arrays
 
-    def set(self, name: str, text: str) -> None:
+    def set(self, name: str, text: str | None) -> None:
         """Change one sampling option. The new value is used from the next text on.
 
-        The seed -1 chooses a random seed. Raises UsageError or InputError if the name or the value is wrong.
-        In that case nothing changes.
+        text: the value, or None for the default. The seed -1 chooses a random seed. Raises UsageError or
+        InputError if the name or the value is wrong. In that case nothing changes.
         """
         generation, sampler = self.generation.set(name, text), self.chat.writer.sampler
         sampler.change(sampling_of(generation))

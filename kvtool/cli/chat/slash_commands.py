@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtool.cli.chat.screen import Terminal
 
 _DEFAULT = "default"
-"""The user types `/think default` to return to the default of the model's chat template."""
+"""`/think default` returns to the default of the model's chat template, `/set NAME default` to kvtool's."""
 
 _HOT = 2
 """Above this temperature, replies make no sense.
@@ -228,14 +228,16 @@ class Commands:
         if name == "think":
             self._think(value)
             return
+        # a text in quotes is never the word `default`
+        new = None if given.lower() == _DEFAULT else value
         if given and name == "think_budget":
             # some templates put the thinking budget into the prompt: if it changes, the model has to read the
             # chat again
-            budget = self.files.generation.set(name, value).think_budget
+            budget = self.files.generation.set(name, new).think_budget
             if not self._rethink(self.conversation.effort, budget, f"/set {name} {value}"):
                 return
         if given:
-            self.files.set(name, value)
+            self.files.set(name, new)
         self.terminal.note(f"{name}  {show.setting(self.terminal, name)}")
         if given and name == "temp" and self.files.generation.temp > _HOT:
             self.terminal.note(
@@ -356,7 +358,7 @@ SLASHES: tuple[Slash, ...] = (
     ),
     Slash(
         "/set [NAME X]",
-        "show or change a sampling setting, or n, the longest reply",
+        "show or change a sampling setting or n; `default` resets it",
         Commands._set,
         lambda: declared(GenerationOptions),
     ),
