@@ -110,6 +110,7 @@ def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> I
     params = [
         param for words in reached for param in settings.options_of(known[words], () if start else words)
     ]
+    settings.check_set_once(table, params)
     for key, value in table.values.items():
         source, options = f"{table.title} {key}", settings.named(key, params)
         if not options:

@@ -260,9 +260,10 @@ def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -
 def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting]:
     """Return the settings that a table has for the given options, by parameter name.
 
-    Raises UsageError if a key is not an option. In a command's own table, it has to be an option of this
-    command.
+    Raises UsageError if a key is not an option, or if two keys set the same option. In a command's own table,
+    a key has to be an option of this command.
     """
+    check_set_once(table, params)
     result = {}
     for key, value in table.values.items():
         options = named(key, params)
@@ -328,6 +329,14 @@ def _instead(name: str, meant: Mapping[str, str]) -> str:
 def named(key: str, params: Iterable[Any]) -> list[Any]:
     """Return the options that a key of the file sets. key: an option's name without the leading dashes."""
     return [param for param in params if key.replace("_", "-") in _keys(param.opts)]
+
+
+def check_set_once(table: Table, params: Iterable[Any]) -> None:
+    """Raise UsageError if two keys of a table are names of the same option."""
+    for param in params:
+        keys = [key for key in table.values if named(key, [param])]
+        if len(keys) > 1:
+            raise UsageError(f"{table.title} {keys[0]} and {keys[1]} set the same option; remove one of them")
 
 
 def unknown(table: Table, key: str, params: Iterable[Any]) -> UsageError:

@@ -206,6 +206,8 @@ def test_config_keys_of_other_commands_import_none_of_them(file):
         ("explain = 1", "explain must be true or false, got 1"),
         ("[chat]\nn = 0", "[chat] n must be at least 1, or -1 for no limit, got 0"),
         ("batch-size = 0", "config.toml: batch-size must be at least 1, got 0"),
+        ("[chat]\nn = 5\npredict = 6", "[chat] n and predict set the same option; remove one of them"),
+        ("top_k = 5\ntop-k = 6", "config.toml: top_k and top-k set the same option"),
         ('[models."smollm2-135m"]\nmodel = "x"', "cannot name another model"),
         ('[models."smollm2-135m"]\nbudge = 1', "[models.smollm2-135m] budge is not an option"),
         ("budget = ", "config.toml is not TOML: "),
