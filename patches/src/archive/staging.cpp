@@ -174,6 +174,8 @@ void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
     this->n_live = n_live;
     n_reached    = 0;
 
+    is_half_reached = false;
+
     for (auto & s : staged) {
         s.is_fetched = false;
     }
@@ -185,17 +187,22 @@ void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
 bool staging::reach(ggml_tensor * node, bool ask, void * self) {
     auto & own = *(staging *) self;
 
-    const bool is_mark = own.n_reached < own.marks.size() && own.marks[own.n_reached].node == node;
+    const mark * at      = own.n_reached < own.marks.size() ? &own.marks[own.n_reached] : nullptr;
+    const bool   is_mark = at && (node == at->keys || node == at->values);
     if (ask || !is_mark) {
         return is_mark || !ask;
     }
 
-    const size_t layer = own.marks[own.n_reached].layer;
+    const size_t layer = at->layer;
     if (const auto why = own.copiers.wait(own.arriving); !why.empty()) {
         GGML_LOG_ERROR("%s\n", why.c_str());
         // ggml ends only the current split of the graph, and still reports success
         own.failed = why;
         return false;
+    }
+    own.is_half_reached = !own.is_half_reached;
+    if (own.is_half_reached) {
+        return true;
     }
     own.staged[layer].is_stored = true;
 

@@ -48,10 +48,12 @@ public:
     int64_t bytes() const;
 
     // Begin a step. Archived tokens are copied to the rows after the first n_live rows of each head. `marks` has one
-    // entry per attention operation, in the order of the graph. The operation reads the rows of layer `layer` after
-    // `node` is computed.
+    // entry per attention operation, in the order of the graph. The operation reads the keys of layer `layer` after the
+    // node `keys` is computed, and the values after `values`. Devices may compute either node first, and may read keys
+    // before they compute `values`.
     struct mark {
-        const ggml_tensor * node;
+        const ggml_tensor * keys;
+        const ggml_tensor * values;
         size_t              layer;
     };
     void begin(const std::vector<mark> & marks, int64_t n_live);
@@ -135,6 +137,7 @@ private:
 
     // state of the current step
     std::vector<mark> marks;
+    bool is_half_reached = false; // true if only one of a mark's two nodes is computed
     int64_t           n_live    = 0;
     size_t            n_reached = 0;
     std::string       failed; // Why copies of a step failed. ggml reports success, so `settle` throws this reason.

@@ -170,8 +170,9 @@ ggml_tensor * llama_kvtool_staged(
         ggml_build_forward_expand(graph.gf, res);
         return res;
     };
-    write(stage.keys(i), l.k, l.n_embd_k, stage.key_map(i), false);
-    in.marks.push_back({ write(stage.values(i), l.v, l.n_embd_v, stage.value_map(i), kvtool->v_trans), i });
+    const auto * keys   = write(stage.keys(i),   l.k, l.n_embd_k, stage.key_map(i),   false);
+    const auto * values = write(stage.values(i), l.v, l.n_embd_v, stage.value_map(i), kvtool->v_trans);
+    in.marks.push_back({ keys, values, i });
 
     const auto rows = [&](ggml_tensor * t) {
         return ggml_view_3d(ctx, t, t->ne[0], in.mask->ne[0], l.n_head, t->nb[1], t->nb[1]*stage.n_token(), 0);
