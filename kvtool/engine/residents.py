@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, StreamEnd
+from kvtool.llama.segment import N_BLOCK
 
 _LIMITS = (0.0125, 0.04)
 """Smallest and largest limit for the share of attention that a step may miss (see `Archive.missed`).
@@ -30,13 +31,13 @@ _MAX_REPEATS = 3
 A repetition changes the queries of later layers, so these layers may then need other clusters.
 """
 
-_N_BLOCK, _N_CLUSTER = 256, 16
-"""Number of tokens in a block of the archive, and number of clusters in a block."""
+_N_CLUSTER = 16
+"""Number of clusters in a block of the archive."""
 
-_N_UNCLUSTERED = 3 * _N_BLOCK // 2
+_N_UNCLUSTERED = 3 * N_BLOCK // 2
 """Number of cells in each row for tokens that have no cluster yet."""
 
-_MAX_MEANS = 16 * _N_BLOCK
+_MAX_MEANS = 16 * N_BLOCK
 """Maximum number of cells for means in each row.
 
 It is enough for the means of all clusters of 65,024 archived tokens. In a longer archive, each set of 16
@@ -141,7 +142,7 @@ def n_cells(n_token: int, n_archived: int) -> int:
     """Return the number of a row's cells for residents, if n_token of n_archived tokens are resident."""
     means = _means_for(n_archived)
     n = means.n_mean + means.n_mean_set + n_token + _N_UNCLUSTERED + 1
-    return -(-n // _N_BLOCK) * _N_BLOCK
+    return -(-n // N_BLOCK) * N_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +166,13 @@ def _n_cluster(n_archived: int) -> int:
     """Return the maximum number of clusters of a row, now and after the next eviction."""
     # count two more blocks: the first block may be cut at its start, and the next eviction may complete
     # another block
-    return (n_archived // _N_BLOCK + 2) * _N_CLUSTER
+    return (n_archived // N_BLOCK + 2) * _N_CLUSTER
 
 
 def _n_set(n_archived: int) -> int:
     """Return the maximum number of sets of a row, now and after the next eviction."""
     # a group has 16 blocks and 16 sets. The first and the last group may lack blocks: count all their sets
-    return n_archived // _N_BLOCK + 2 + 2 * _N_CLUSTER
+    return n_archived // N_BLOCK + 2 + 2 * _N_CLUSTER
 
 
 def _means_for(n_archived: int) -> _Means:
@@ -187,7 +188,7 @@ def _with_reserve(n: int) -> int:
 
     With this reserve, the cells are enlarged less often. Each enlargement copies all cells.
     """
-    return -(-n * 5 // 4 // _N_BLOCK) * _N_BLOCK
+    return -(-n * 5 // 4 // N_BLOCK) * N_BLOCK
 
 
 def _why(error: KvtoolError) -> str:

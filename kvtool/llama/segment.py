@@ -9,6 +9,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+N_BLOCK = 256
+"""Number of tokens in a block of the archive (`store::n_block` of the patch)."""
+
 TABLE = "archive"
 """Name of the array with an archive's table, i64[3 + 2 * n_frame].
 

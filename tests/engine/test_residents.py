@@ -227,7 +227,7 @@ def test_a_long_archive_takes_as_many_cells_as_planned(tiny_model, n_archived, n
 def test_blocks_and_clusters_have_the_librarys_sizes(tiny_model):
     with open_engine(tiny_model(), fit(), **HALF) as engine:
         archive = engine.context.archive
-        assert archive.n_block == residents._N_BLOCK
+        assert archive.n_block == residents.N_BLOCK
         with pytest.raises(LibraryError, match=f"must be multiples of {residents._N_CLUSTER} and "):
             archive.resident_bytes(1, 0, 0)
 

@@ -10,7 +10,8 @@ from kvtool.errors import LibraryError, ModelError, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.models.header import read
-from kvtool.models.layers import CACHE_TYPES, PAD, Kind, Layer, Layers
+from kvtool.models.layers import PAD, Kind, Layer, Layers
+from kvtool.units import CACHE_TYPES
 from tests import tiny, tiny_kinds
 
 ROWS, SLIDING, RECURRENT, _ = Kind

@@ -243,8 +243,8 @@ PLANTED = {
     "serve, queue": Fault(
         "more requests wait than may",
         "kvtool/serve/queue.py",
-        "if len(self) >= self.n_max:",
-        "if len(self) >= self.n_max + 50:",
+        "if n_waiting >= self.n_max:",
+        "if n_waiting >= self.n_max + 50:",
         ("serve/test_serve_chats.py",),
     ),
     "serve, usage": Fault(
@@ -313,8 +313,8 @@ PLANTED = {
     "serve, ids of calls": Fault(
         "results without an id all belong to the first call",
         "kvtool/serve/api/messages.py",
-        "self._calls.pop(numbers.popleft(), None)",
-        "self._calls.get(numbers[0])",
+        "                number = numbers.popleft()",
+        "                return numbers[0]",
         ("serve/test_serve_tools.py",),
     ),
     "doctor, leftovers": Fault(
