@@ -122,8 +122,9 @@ void attention::add_center(int head, const token_range & range, int64_t begin, i
         return;
     }
     const int64_t delta = all.base_of(block + token(0)) - block;
+    to_float(GGML_TYPE_F16, l.center(block/l.n_block) + head*d, center.data(), d);
+    rope.unmap(center.data());
     for (int q = 0; q < n_query; ++q) {
-        to_float(GGML_TYPE_F16, l.center(block/l.n_block) + head*d, center.data(), d);
         std::copy_n(queries + q*d, d, query.data());
         rope.turn_query(query.data(), delta);
         rope.multiply_pairs(query.data(), center.data(), pairs.data() + q*d);

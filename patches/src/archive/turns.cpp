@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #ifdef KVTOOL_X86
 #include <immintrin.h>
@@ -81,15 +82,28 @@ turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n
     rows = made;
 }
 
-void turns::multiply_pairs(float * query, float * key, float * out) const {
-    hadamard(query, n_embd, n_map);
-    hadamard(key,   n_embd, n_map);
+// second: distance of a pair's elements; step: distance of two pairs
+template <typename S>
+static void multiply_pairs_of(const float * query, const float * key, int n_pair, int second, S step, float * out) {
     for (int p = 0; p < n_pair; ++p) {
-        const int i = at(p, false);
-        const int j = at(p, true);
+        const int i = p*step;
+        const int j = i + second;
         out[p]          = query[i]*key[i] + query[j]*key[j];
         out[p + n_pair] = query[j]*key[i] - query[i]*key[j];
     }
+}
+
+void turns::multiply_pairs(float * query, const float * key, float * out) const {
+    hadamard(query, n_embd, n_map);
+    if (is_neox) {
+        multiply_pairs_of(query, key, n_pair, n_pair, std::integral_constant<int, 1>(), out);
+    } else {
+        multiply_pairs_of(query, key, n_pair, 1, std::integral_constant<int, 2>(), out);
+    }
+}
+
+void turns::unmap(float * key) const {
+    hadamard(key, n_embd, n_map);
 }
 
 void turns::share(const turns & other) {

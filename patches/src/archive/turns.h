@@ -55,9 +55,11 @@ public:
     const float * small_turns() const { return rows->small.data(); }
 
     // Prepare the products of a query with a key in all its rotations by 0 .. n_small - 1 positions. The product with the
-    // rotation by `delta` positions is the sum of out[i]*pair_turns(delta)[i] over n_embd elements. Both arguments are
-    // overwritten. Call this only if has_pairs is true: all elements are rotated, and none is scaled
-    void multiply_pairs(float * query, float * key, float * out) const;
+    // rotation by `delta` positions is the sum of out[i]*pair_turns(delta)[i] over n_embd elements. The key must be unmapped:
+    // `unmap` undoes the multiplication by the cache's Hadamard matrix. The query is overwritten. Call this only if
+    // has_pairs is true: all elements are rotated, and none is scaled
+    void multiply_pairs(float * query, const float * key, float * out) const;
+    void unmap(float * key) const;
     bool has_pairs() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && scale.empty(); }
 
     // rotation by 0 .. n_small - 1 positions: a cosine for each pair, and then a sine for each pair
