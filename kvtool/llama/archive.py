@@ -21,6 +21,7 @@ from kvtool.llama.segment import (
     clusters_name,
     layer_name,
     listed,
+    n_blocks,
     pieces,
 )
 from kvtool.system.files import free_disk_bytes
@@ -318,7 +319,7 @@ class Archive:
         begin, end = table[:2].tolist()
         yield TABLE, table
         if n_bytes := self._center_bytes:
-            centers = np.empty((self._n_blocks(begin, end), n_bytes), np.uint8)
+            centers = np.empty((n_blocks(begin, end), n_bytes), np.uint8)
             check(lib.llama_kvtool_get_centers(self._owner.handle, centers.ctypes.data, begin, end))
             yield CENTERS, centers
         for layer in range(self._n_layer if tokens else 0):
@@ -423,7 +424,7 @@ class Archive:
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
         if n_center := self._center_bytes:
-            centers, shape = saved.get(CENTERS), (self._n_blocks(begin, end), n_center)
+            centers, shape = saved.get(CENTERS), (n_blocks(begin, end), n_center)
             if centers is None or centers.dtype != np.uint8 or centers.shape != shape:
                 return False
         return _fit_clusters(saved, end, self.n_block, self.membership_bytes) and all(
@@ -431,10 +432,6 @@ class Archive:
             and sum(data.nbytes for _, data in parts) == (end - begin) * n_bytes
             for n_bytes, parts in ((n, pieces(saved, layer)) for layer, n in enumerate(self.layer_bytes))
         )
-
-    def _n_blocks(self, begin: int, end: int) -> int:
-        """Return the number of blocks that have tokens at positions begin .. end - 1."""
-        return -(-end // self.n_block) - begin // self.n_block if begin < end else 0
 
     def _table(self) -> np.ndarray:
         n: int = lib.llama_kvtool_get_archive_table(self._owner.handle, None, 0)

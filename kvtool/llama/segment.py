@@ -139,6 +139,11 @@ def checkpoint_name(i: int) -> str:
     return f"{CHECKPOINTS}.{i}"
 
 
+def n_blocks(begin: int, end: int) -> int:
+    """Return the number of blocks that have tokens at positions begin .. end - 1."""
+    return -(-end // N_BLOCK) - begin // N_BLOCK if begin < end else 0
+
+
 def layer_name(layer: int) -> str:
     """Return the name of the array with a layer's tokens."""
     return f"{TABLE}.{layer}"

@@ -20,7 +20,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.engine.snapshot import COUNTERS, Counters
 from kvtool.llama.model import Model
-from kvtool.llama.segment import CENTERS, CLUSTERS, N_BLOCK, TABLE, layer_name
+from kvtool.llama.segment import CENTERS, CLUSTERS, TABLE, layer_name, n_blocks
 from kvtool.models.layers import Kind
 from kvtool.policies import recall
 from kvtool.policy import Policy
@@ -133,8 +133,8 @@ def lengthened(saved: Arrays, n: int, n_ctx: int) -> Arrays:
         longer[name] = _repeated(longer[name], end - begin, end - begin + n)
         layer += 1
     if CENTERS in longer:
-        n_blocks = -(-(end + n) // N_BLOCK) - begin // N_BLOCK
-        longer[CENTERS] = np.resize(longer[CENTERS], (n_blocks, longer[CENTERS].shape[1]))
+        shape = n_blocks(begin, end + n), longer[CENTERS].shape[1]
+        longer[CENTERS] = np.resize(longer[CENTERS], shape)
     longer["pos"] = np.where(saved["pos"] < begin, saved["pos"], saved["pos"] + n).astype(np.int32)
     base = n_after - next_rot
     # A new frame begins whenever a stream closes the gaps in its positions. Assume that it closed them every
