@@ -101,7 +101,7 @@ int64_t archive::start(const leaving & some) {
         far = first;
         clear_clusters();
     }
-    oldest = size() == 0 || first >= end() ? std::max(first, some.pos_0) : first;
+    oldest = first;
     forget(first);
 
     return first;

@@ -92,46 +92,39 @@ void attention::find(int head, const float * queries) {
 // The products of centered keys with the queries lack the products of the center: add them for n tokens. The keys of the
 // range have the same base
 void attention::add_center(int head, const token_range & range, int64_t begin, int n, const float * queries, float * to) {
-    const int64_t d     = l.n_embd_k;
-    const int64_t block = begin - begin % l.n_block;
-    const auto    token = [&](int j) { return range.sealed ? range.sealed->order[begin - block + j] : begin - block + j; };
+    const int64_t   d     = l.n_embd_k;
+    const int64_t   block = begin - begin % l.n_block;
+    const int       size  = rope.n_rotated();
+    const uint8_t * order = range.sealed ? range.sealed->order.data() + begin % l.n_block : nullptr;
 
-    center.resize(d);
-    query .resize(d);
-    pairs .resize(n_query*d);
+    // A block's ranges can have different bases and ways. The products with the center are the same for all of them,
+    // because a query and a key that is not far always have their true distance
+    if (centered_block != block) {
+        center.resize(d);
+        query .resize(d);
+        pairs .resize(n_query*size);
 
-    float products[n_few_columns];
-    const auto multiply = [&](const float * x, const float * with) {
-        multiply_rows(GGML_TYPE_F32, (const uint8_t *) x, 0, 1, d, with, n_query, products, 1);
-    };
-    const auto add = [&](int j) {
+        // Far keys are multiplied at position 0, other keys at their position relative to their base
+        const int64_t base = all.base_of(order ? block + order[0] : begin);
+        to_float(GGML_TYPE_F16, l.center(block/l.n_block) + head*d, center.data(), d);
+        rope.turn(center.data(), range.is_far ? 0 : block - base);
+        rope.undo_key(center.data());
         for (int q = 0; q < n_query; ++q) {
-            to[q*n_together + j] += products[q];
+            std::copy_n(queries + q*d, d, query.data());
+            rope.undo_query(query.data());
+            unrotated[q] = rope.multiply_pairs(query.data(), center.data(), pairs.data() + q*size);
         }
-    };
+        centered_block = block;
+    }
 
-    if (range.is_far || !rope.has_pairs()) {
-        for (int j = 0; j < n; ++j) {
-            if (j == 0 || !range.is_far) {
-                all.center_of(layer, head, block + token(j), center.data());
-                rope.turn(center.data(), looking.turn_of(range, begin + j));
-                multiply(center.data(), queries);
-            }
-            add(j);
-        }
-        return;
-    }
-    const int64_t delta = all.base_of(block + token(0)) - block;
-    to_float(GGML_TYPE_F16, l.center(block/l.n_block) + head*d, center.data(), d);
-    rope.unmap(center.data());
+    float products[n_few_columns*n_together];
+
+    const float * turns = rope.pair_turns() + (order ? 0 : begin % l.n_block*size);
+    multiply_rows(GGML_TYPE_F32, (const uint8_t *) turns, range.is_far ? 0 : size*sizeof(float), n, size, pairs.data(), n_query, products, n_together, order);
     for (int q = 0; q < n_query; ++q) {
-        std::copy_n(queries + q*d, d, query.data());
-        rope.turn_query(query.data(), delta);
-        rope.multiply_pairs(query.data(), center.data(), pairs.data() + q*d);
-    }
-    for (int j = 0; j < n; ++j) {
-        multiply(rope.pair_turns(token(j)), pairs.data());
-        add(j);
+        for (int j = 0; j < n; ++j) {
+            to[q*n_together + j] += products[q*n_together + j] + unrotated[q];
+        }
     }
 }
 
@@ -289,7 +282,8 @@ void attention::add(int head, int span, int n) {
 
 template <typename F>
 void attention::read_part(int head, int span, F && done) {
-    turned_block = -1;
+    turned_block   = -1;
+    centered_block = -1;
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);

@@ -50,7 +50,7 @@ struct attention_memory {
     // queries, rotated to the right distance from the last token of a block; see attention::read
     std::vector<float> turned;
 
-    // a center, and one query's or all queries' products with its pairs of elements: see attention::add_center
+    // a block's center, a query, and the products of all queries with the center: see attention::add_center
     std::vector<float> center, query, pairs;
 
     std::vector<float> keys;   // Keys of the current batch: [token][n_embd_k].
@@ -122,6 +122,10 @@ private:
     // block and query rotation for which `turned` was computed
     int64_t turned_block = -1;
     int     turned_way   = -1;
+
+    // block for which `pairs` was computed, and the products of the elements that are not rotated
+    int64_t centered_block = -1;
+    float   unrotated[n_few_columns];
 
     // partial softmax sums of part `span` of a row's tokens; part n_span has the search's estimate for the other
     // clusters

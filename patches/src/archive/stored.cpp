@@ -30,10 +30,11 @@ static bool any(const float * w, int64_t wx, int n) {
 }
 
 // multiply row by row; each row is converted to floats first
-static void multiply_converted(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+static void multiply_converted(
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * at) {
     std::vector<float> row(d);
     for (int i = 0; i < n; ++i) {
-        to_float(type, rows + i*size, row.data(), d);
+        to_float(type, rows + (at ? at[i] : i)*size, row.data(), d);
         for (int q = 0; q < n_x; ++q) {
             float sum = 0.0f;
             for (int64_t e = 0; e < d; ++e) {
@@ -112,11 +113,13 @@ KVTOOL_AVX2 static inline KVTOOL_INLINE void put_sums(const __m256 * sum, float 
 }
 
 template <typename S, int N>
-KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, float * out, int os) {
-    for (int i = 0; i < n; ++i, rows += size) {
+KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, float * out, int os, const uint8_t * at) {
+    for (int i = 0; i < n; ++i) {
+        const uint8_t * row = rows + (at ? at[i] : i)*size;
+
         __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
         for (int64_t g = 0; g < d/n_group; ++g) {
-            multiply_group<N>(S::load(rows, g), x + g*n_group, d, sum);
+            multiply_group<N>(S::load(row, g), x + g*n_group, d, sum);
         }
         put_sums<N>(sum, out + i, os);
     }
@@ -250,13 +253,13 @@ KVTOOL_AVX2 static void add_avx2(
 }
 
 template <typename S>
-static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * at) {
     for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
         switch (n_x) {
-            case 1:  multiply_avx2<S, 1>(rows, size, n, d, x, out, os); break;
-            case 2:  multiply_avx2<S, 2>(rows, size, n, d, x, out, os); break;
-            case 3:  multiply_avx2<S, 3>(rows, size, n, d, x, out, os); break;
-            default: multiply_avx2<S, 4>(rows, size, n, d, x, out, os); break;
+            case 1:  multiply_avx2<S, 1>(rows, size, n, d, x, out, os, at); break;
+            case 2:  multiply_avx2<S, 2>(rows, size, n, d, x, out, os, at); break;
+            case 3:  multiply_avx2<S, 3>(rows, size, n, d, x, out, os, at); break;
+            default: multiply_avx2<S, 4>(rows, size, n, d, x, out, os, at); break;
         }
     }
 }
@@ -302,16 +305,17 @@ static bool with_source(ggml_type type, const F & run) {
 
 #endif
 
-void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+void multiply_rows(
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * at) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
-        const auto run = [&](auto source) { multiply_some<decltype(source)>(rows, size, n, d, x, n_x, out, os); };
+        const auto run = [&](auto source) { multiply_some<decltype(source)>(rows, size, n, d, x, n_x, out, os, at); };
         if (with_source(type, run)) {
             return;
         }
     }
 #endif
-    multiply_converted(type, rows, size, n, d, x, n_x, out, os);
+    multiply_converted(type, rows, size, n, d, x, n_x, out, os, at);
 }
 
 bool can_turn(ggml_type type, int64_t d) {

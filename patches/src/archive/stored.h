@@ -15,8 +15,10 @@ constexpr int n_few_columns = 8;
 
 void prefetch(const uint8_t * rows, size_t n_bytes);
 
-// Multiply n rows with n_x columns (at most n_few_columns): out[q*os + i] is the product of row i and x[q*n_embd ...]
-void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
+// Multiply n rows with n_x columns (at most n_few_columns): out[q*os + i] is the product of row i and x[q*n_embd ...].
+// If `at` is not null, row at[i] is multiplied instead of row i
+void multiply_rows(
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os, const uint8_t * at = nullptr);
 
 // Rotate rows (RoPE) and multiply them with columns. Row i is multiplied by the Hadamard matrix of size n_map (unless
 // n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. `turns` gives `from`:

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <type_traits>
 
 #ifdef KVTOOL_X86
@@ -93,17 +94,14 @@ static void multiply_pairs_of(const float * query, const float * key, int n_pair
     }
 }
 
-void turns::multiply_pairs(float * query, const float * key, float * out) const {
-    hadamard(query, n_embd, n_map);
+float turns::multiply_pairs(const float * query, const float * key, float * out) const {
     if (is_neox) {
-        multiply_pairs_of(query, key, n_pair, n_pair, std::integral_constant<int, 1>(), out);
+        multiply_pairs_of(query + first, key + first, n_pair, n_pair, std::integral_constant<int, 1>(), out);
     } else {
-        multiply_pairs_of(query, key, n_pair, 1, std::integral_constant<int, 2>(), out);
+        multiply_pairs_of(query + first, key + first, n_pair, 1, std::integral_constant<int, 2>(), out);
     }
-}
-
-void turns::unmap(float * key) const {
-    hadamard(key, n_embd, n_map);
+    const int end = first + n_rotated();
+    return std::inner_product(query, query + first, key, std::inner_product(query + end, query + n_embd, key + end, 0.0f));
 }
 
 void turns::share(const turns & other) {
@@ -190,6 +188,16 @@ static void multiply(float * x, const std::vector<float> & by) {
     for (size_t i = 0; i < by.size(); ++i) {
         x[i] *= by[i];
     }
+}
+
+void turns::undo_query(float * query) const {
+    hadamard(query, n_embd, n_map);
+    multiply(query, scale);
+}
+
+void turns::undo_key(float * key) const {
+    hadamard(key, n_embd, n_map);
+    multiply(key, unscale);
 }
 
 void turns::turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const {

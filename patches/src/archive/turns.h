@@ -46,7 +46,7 @@ public:
     void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
 
     // True if all elements are rotated and none is scaled. Keys can then be rotated while they are multiplied
-    bool is_plain() const { return has_pairs() && n_map == 0; }
+    bool is_plain() const { return n_rotated() == n_embd && n_map == 0 && scale.empty(); }
     bool are_halves() const { return is_neox; }
 
     // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has a cosine for each element, and
@@ -54,16 +54,20 @@ public:
     // pair times the sine
     const float * small_turns() const { return rows->small.data(); }
 
-    // Prepare the products of a query with a key in all its rotations by 0 .. n_small - 1 positions. The product with the
-    // rotation by `delta` positions is the sum of out[i]*pair_turns(delta)[i] over n_embd elements. The key must be unmapped:
-    // `unmap` undoes the multiplication by the cache's Hadamard matrix. The query is overwritten. Call this only if
-    // has_pairs is true: all elements are rotated, and none is scaled
-    void multiply_pairs(float * query, const float * key, float * out) const;
-    void unmap(float * key) const;
-    bool has_pairs() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && scale.empty(); }
+    // Prepare the products of a query with a key that is rotated by 0 .. n_small - 1 positions. The product with the
+    // rotation by `delta` positions is the result, plus the sum of out[i]*pair_turns()[delta*n_rotated() + i] over
+    // n_rotated() elements. Call undo_query and undo_key first
+    float multiply_pairs(const float * query, const float * key, float * out) const;
 
-    // rotation by 0 .. n_small - 1 positions: a cosine for each pair, and then a sine for each pair
-    const float * pair_turns(int delta) const { return rows->pairs.data() + delta*n_embd; }
+    // undo the multiplication by the cache's Hadamard matrix and the scaling of a key, or of a query for such a key
+    void undo_query(float * query) const;
+    void undo_key(float * key) const;
+
+    // number of rotated elements
+    int n_rotated() const { return 2*n_pair; }
+
+    // rotations by 0 .. n_small - 1 positions: a cosine for each pair, and then a sine for each pair
+    const float * pair_turns() const { return rows ? rows->pairs.data() : nullptr; }
 
     static constexpr int n_small = 256;
 
@@ -91,7 +95,8 @@ private:
 
     std::vector<double> omega; // [n_pair], radians per position
 
-    // small: rotations by 0 .. n_small - 1 positions; large: rotations by multiples of n_small; pairs: see pair_turns
+    // small: rotations by 0 .. n_small - 1 positions; large: rotations by multiples of n_small; pairs: see
+    // pair_turns
     struct tables {
         std::vector<float> small;
         std::vector<float> large;
