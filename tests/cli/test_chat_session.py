@@ -12,19 +12,25 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from itertools import pairwise
 
 import pytest
 
 from kvtool.chats import archive_file, session
+from kvtool.chats.prompt import prefix_tokens, template_of
+from kvtool.chats.writer import Writer
 from kvtool.llama.devices import has_gpu
+from kvtool.llama.model import Model
 from kvtool.llama.segment import CLUSTERS
 from tests import forked, tiny
 from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.cli.test_cli import KVTOOL
 from tests.held import PATIENCE_S
 from tests.serve.serving import ONE_THREAD
+
+OTHER_TEMPLATE = tiny.CHAT_TEMPLATE.replace("[e]", "[end]")
 
 TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
 
@@ -210,6 +216,59 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
 
 def test_refusal_names_the_context_if_it_sets_the_budget(talk):
     assert talk(TURNS[:1], "--policy", "full", "-c", 200).returncode == 0
+@pytest.mark.parametrize("options", [["--policy", "full"], ["--budget", "64"], RECALL])
+def test_reread_chat_begins_with_the_rendered_text_of_another_session(chat_model, talk, tmp_path, options):
+    talk(TURNS[:4], *FIRST, "--system", "Be brief.")
+    old, new = tmp_path / "chat.kvs", tmp_path / "new.kvs"
+    before, text = old.read_bytes(), exported(old)
+    other_model = tmp_path / "other.gguf"
+    tiny.write_llama(other_model, chat_template=OTHER_TEMPLATE, n_ctx_train=2048, seed=1)
+    words = _words(other_model, new, "--reread", old, *options)
+    assert called(*words).returncode == 0
+    # the session is written before the first turn
+    assert exported(new) == text
+    again = called(*words, stdin=f"{TURNS[4]}\n")
+    one_line(again, 2, f"{new} holds a chat; leave out --reread to continue it, or name a new file\n")
+    assert called("chat", "--session", new, stdin=f"{TURNS[4]}\n").returncode == 0
+    assert exported(new)[:-2] == text
+    meta, arrays = session.read(new)
+    assert meta["system"] == "Be brief."
+    assert meta["options"]["model"] == str(other_model)
+    with closing(Model(other_model)) as model:
+        prompt = prefix_tokens(model, template_of(model).render(exported(new)[:-1]), 0)[0]
+    assert arrays["tokens"][: len(prompt)].tolist() == prompt.tolist()
+    assert old.read_bytes() == before
+
+
+def test_reread_takes_the_model_of_the_session_and_a_typed_system_prompt(chat_model, talk, tmp_path):
+    talk(TURNS[:1], *FIRST, "--system", "Be brief.")
+    old, new = tmp_path / "chat.kvs", tmp_path / "new.kvs"
+    done = called("chat", "--session", new, "--reread", old, "--system", "Be long.", "-t", 1)
+    assert done.returncode == 0, done.stderr
+    assert session.read_meta(new)["options"]["model"] == str(chat_model)
+    assert exported(new) == [{"role": "system", "content": "Be long."}, *exported(old)[1:]]
+
+
+def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_path, monkeypatch):
+    talk(TURNS[:4], *FIRST)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    words = _words(chat_model, tmp_path / "new.kvs", "--reread", tmp_path / "chat.kvs")
+    full = (
+        "does not fit in the cache (100) and `full` never evicts; use --policy recall or a larger --ctx-size"
+    )
+    one_line(called(*words, "--policy", "full", "-c", 100, stdin="five\n"), 5, full)
+    read = Writer.read
+
+    def stopped(writer, tokens):
+        writer.stop = True
+        return read(writer, tokens)
+
+    monkeypatch.setattr(Writer, "read", stopped)
+    done = called(*words, *FIRST, stdin="five\n")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
     words = "--ctx-size 200; it cannot continue with --ctx-size 250; leave out --ctx-size to continue it, or"
     one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} name another file\n")
 
@@ -397,6 +456,7 @@ def test_session_without_chat_values_is_refused_and_not_replaced(chat_model, tal
     talk(TURNS[:1], *FIRST)
     meta = session.read_meta(path)
     commands = ["session", "show", path], ["session", "export", path], _words(chat_model, path)
+    commands += (["chat", "-m", chat_model, "--reread", path],)
     for changed in ({}, [], *({**meta, name: None} for name in ("messages", "fixed", "n_turn"))):
         _with_meta(path, json.dumps(changed).encode())
         before = path.read_bytes()
