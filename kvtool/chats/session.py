@@ -50,7 +50,7 @@ _CHAT: dict[str, Any] = {
     **dict.fromkeys(("kvtool", "saved"), str),
     **dict.fromkeys(("n_turn", "n_past", "n_reply", "cells", "kv_bytes"), (int, float)),
     "system": (str, NoneType),
-    "messages": [{"role": str}],
+    "messages": [{"role": str, "content": str}],
     "writer": {"seed": int, "recent": list, "unread": list},
     "options": {"model": str},
     "fixed": {

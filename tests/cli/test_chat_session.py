@@ -457,7 +457,8 @@ def test_session_without_chat_values_is_refused_and_not_replaced(chat_model, tal
     meta = session.read_meta(path)
     commands = ["session", "show", path], ["session", "export", path], _words(chat_model, path)
     commands += (["chat", "-m", chat_model, "--reread", path],)
-    for changed in ({}, [], *({**meta, name: None} for name in ("messages", "fixed", "n_turn"))):
+    lacking = ({**meta, name: None} for name in ("messages", "fixed", "n_turn"))
+    for changed in ({}, [], {**meta, "messages": [{"role": "user"}]}, *lacking):
         _with_meta(path, json.dumps(changed).encode())
         before = path.read_bytes()
         for command in commands:
