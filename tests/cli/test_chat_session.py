@@ -176,8 +176,10 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     same_name.parent.mkdir()
     shutil.copy(other_model, same_name)
 
+    again = f"read its text again with `--reread {path} --session NEW.kv`\n"
+
     def out(*flags):
-        return f"; leave out {' and '.join(flags)} to continue it, or name another file\n"
+        return f"; leave out {' and '.join(flags)} to continue it, or {again}"
 
     for options, word in (
         (["--policy", "tova"], "--policy h2o; it cannot continue with --policy tova" + out("--policy")),
@@ -200,7 +202,7 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
         assert done.stderr.startswith(f"kvtool: {path} was started with ")
         assert path.read_bytes() == before
     done = called(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
-    one_line(done, 9, "another system prompt")
+    one_line(done, 9, f"another system prompt; leave --system out, or {again.replace('its', 'the')}")
     assert path.read_bytes() == before
     # Without -m, kvtool finds the model of the session itself. If another file has replaced the model, the
     # error can name no option to leave out.
@@ -209,13 +211,11 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     shutil.copy(other_model, own)
     done = called("chat", "--session", tmp_path / "own.kv", stdin="two\n")
     one_line(done, 9, "own.gguf of SHA-256 ")
-    assert done.stderr.endswith("; name another file\n")
+    assert done.stderr.endswith(f"; {again.replace('chat.kvs', 'own.kv')}")
     # options that change only the sampling may differ
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 
 
-def test_refusal_names_the_context_if_it_sets_the_budget(talk):
-    assert talk(TURNS[:1], "--policy", "full", "-c", 200).returncode == 0
 @pytest.mark.parametrize("options", [["--policy", "full"], ["--budget", "64"], RECALL])
 def test_reread_chat_begins_with_the_rendered_text_of_another_session(chat_model, talk, tmp_path, options):
     talk(TURNS[:4], *FIRST, "--system", "Be brief.")
@@ -269,8 +269,10 @@ def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_refusal_names_the_context_if_it_sets_the_budget(talk):
+    assert talk(TURNS[:1], "--policy", "full", "-c", 200).returncode == 0
     words = "--ctx-size 200; it cannot continue with --ctx-size 250; leave out --ctx-size to continue it, or"
-    one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} name another file\n")
+    one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} read its text again with ")
 
 
 @pytest.mark.parametrize(
@@ -296,8 +298,8 @@ def test_full_session_advises_a_new_session(talk, tmp_path, options, advice):
     assert talk(TURNS[:1], *options).returncode == 0
     refused = talk([long])
     assert (first.returncode, refused.returncode) == (6, 6)
-    new = f"{advice}, in a new session; `kvtool session export {path}` prints this chat's text\n"
-    assert refused.stderr.endswith(f"; {new}")
+    again = f"`--reread {path} --session NEW.kv` reads this chat's text again\n"
+    assert refused.stderr.endswith(f"; {advice}, in a new session: {again}")
 
 
 def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_path):
@@ -310,8 +312,10 @@ def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_pa
     one_line(talk(TURNS[2:3]), 9, "is damaged")
     assert path.read_bytes() == data
     named = shutil.copy(path, tmp_path / "a b.kvs")
-    one_line(talk(TURNS[2:3], session="a b.kvs"), 9, f"`kvtool session export '{named}'` prints the text")
+    one_line(talk(TURNS[2:3], session="a b.kvs"), 9, f"`kvtool chat --reread '{named}'` reads its text")
     assert exported(path) == text
+    assert talk(TURNS[2:3], *FIRST, "--reread", path, session="new.kvs").returncode == 0
+    assert exported(tmp_path / "new.kvs")[:-2] == text
 
 
 @pytest.mark.parametrize(
@@ -398,7 +402,7 @@ def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp
     one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
     named = shutil.copy(path, tmp_path / "a b.kvs")
     if what == "is missing":
-        one_line(talk(TURNS[6:7], session="a b.kvs"), 9, f"with `kvtool session export '{named}'`\n")
+        one_line(talk(TURNS[6:7], session="a b.kvs"), 9, f"with `kvtool chat --reread '{named}'`\n")
     assert path.read_bytes() == before
     assert exported(path) == text
     shown = called("session", "show", "--json", path)

@@ -308,6 +308,9 @@ def test_reread_session_is_shown_saved_and_continued(terminal, chat_kv, tmp_path
     chat.say("five")
     assert chat.say("/retry").endswith("tokens/s")
     assert user_messages(path) == [*FOUR, "five"]
+    assert chat.say("/set budget 512").endswith(
+        f"start `kvtool chat --reread {path} --session NEW.kv --budget 512`"
+    )
     assert "took back" in chat.say("/undo")
     assert chat.say("/undo") == "/undo cannot go back further: the chat still has 4 turns"
     chat.leave()
