@@ -51,6 +51,16 @@ def _reply(text: str, template: Template, splitter: Splitter) -> Message:
     return {"role": "assistant", "content": answer, **more}
 
 
+def _with_own_thought(message: Message) -> Message:
+    """Return a message with its thought in a separate field, also if its own template reads no such field."""
+    text = message["content"]
+    # if the reply header opened the thought, the text has only the thought's end
+    splitter = Splitter(THINK, is_open=THINK.end in text and THINK.start not in text)
+    thought, answer = apart(text, splitter)
+    is_thoughtful = message["role"] == "assistant" and splitter.had_thought
+    return {**message, "content": answer, "reasoning_content": thought} if is_thoughtful else message
+
+
 def _with_thought(message: Message) -> str:
     thought = message.get("reasoning_content", "").strip()
     opening, end, _ = THINK
@@ -238,6 +248,21 @@ class Conversation:
         self.version += 1
         self.messages = [*map(dict, messages)]
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
+
+    def reread(self, messages: Sequence[Message]) -> None:
+        """Start with the messages of another chat, which another model may have written.
+
+        `Writer.read` or the next turn reads their text. Their system prompt is used if this chat has none.
+        Thoughts stay in the messages, and the template decides if they are read. Raises UsageError if the
+        system prompt leaves no room in the cache, and ModelError if the template does not take the messages.
+        """
+        first, rest = list(messages[:1]), messages[1:]
+        if not first or first[0]["role"] != "system":
+            first, rest = [], messages
+        self._set_system(self.system or "".join(each["content"] for each in first))
+        self.set_messages([*self.messages, *map(_with_own_thought, rest)])
+        if self.n_turn:
+            self._postpone_past()
 
     # turns
 

@@ -50,7 +50,7 @@ _CHAT: dict[str, Any] = {
     **dict.fromkeys(("kvtool", "saved"), str),
     **dict.fromkeys(("n_turn", "n_past", "n_reply", "cells", "kv_bytes"), (int, float)),
     "system": (str, NoneType),
-    "messages": [{"role": str}],
+    "messages": [{"role": str, "content": str}],
     "writer": {"seed": int, "recent": list, "unread": list},
     "options": {"model": str},
     "fixed": {
@@ -295,7 +295,7 @@ def _is_cut(data: mmap.mmap, at: int) -> bool:
 def _damaged(name: str, is_cut: bool) -> SessionError:
     return SessionError(
         f"{name} is {'truncated' if is_cut else 'damaged'} and its chat cannot continue; "
-        f"`kvtool session export {quote(name)}` prints the text, unless that is damaged too"
+        f"`kvtool chat --reread {quote(name)}` reads its text again, unless that is damaged too"
     )
 
 

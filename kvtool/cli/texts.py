@@ -66,8 +66,8 @@ def first_tokens(
 
 
 def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
-    """Raise InputError if the engine cannot read a text to its end. noun: "text" or "prompt"."""
-    shorter = "or --max-tokens" if noun == "text" else "or a shorter prompt"
+    """Raise InputError if the engine cannot read a text to its end. noun: "text", "prompt" or "chat"."""
+    shorter = {"text": "or --max-tokens", "chat": "or a larger --ctx-size"}.get(noun, "or a shorter prompt")
     if not engine.policy.evicts and n_tokens > engine.policy.budget:
         raise InputError(
             f"the {noun} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "

@@ -292,6 +292,45 @@ def test_turns_rendered_with_another_thinking_budget_cannot_be_undone(chat):
     assert text.decode() == talk._past(talk.template)
 
 
+@pytest.mark.parametrize("n_system", [0, 1])
+def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
+    thought = {"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}
+    replies = {
+        "Four.": {"role": "assistant", "content": "Four."},
+        "<think>Hm.</think>\n\nFour.": thought,
+        # the reply header has opened the thought
+        "Hm.</think>\n\nFour.": thought,
+        "The tags are <think> and </think>.": {
+            "role": "assistant",
+            "content": "The tags are <think> and </think>.",
+        },
+    }
+    user = {"role": "user", "content": "Hm.</think>Why?"}
+    others = [{"role": "system", "content": "Be brief."}][:n_system]
+    for text in replies:
+        others += [user, {"role": "assistant", "content": text}]
+    again = chat()
+    again.reread(others)
+    wanted = [each for reply in replies.values() for each in (user, reply)]
+    assert again.messages == [*others[:n_system], *wanted]
+    assert (again.system, again.n_turn, again.n_reply) == ("Be brief." if n_system else None, 4, 4)
+    text = b"".join(model.piece(token, special=True) for token in again.writer.unread.tolist()).decode()
+    assert text + "[e]" == again.template.render(again.messages, reply=False)
+    # the next turn first reads the text; to undo this turn, nothing is read again
+    again.writer.read(again.writer.unread[:0])
+    n = again.writer.engine.n_past
+    list(again.reply("and now?", 4))
+    again.undo()
+    assert (again.writer.engine.n_past, len(again.writer.unread)) == (n, 0)
+
+
+def test_reread_of_a_chat_without_turns_starts_a_new_chat(chat):
+    again = chat()
+    again.reread([])
+    again.reread([{"role": "system", "content": "Be brief."}])
+    assert (again.system, again.n_turn, again.writer.is_new) == ("Be brief.", 0, True)
+
+
 def test_undo_of_reset_restores_the_chat_even_if_saving_failed(chat, tmp_path, monkeypatch):
     talk = chat(undoable=True)
     files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")

@@ -12,19 +12,25 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from itertools import pairwise
 
 import pytest
 
 from kvtool.chats import archive_file, session
+from kvtool.chats.prompt import prefix_tokens, template_of
+from kvtool.chats.writer import Writer
 from kvtool.llama.devices import has_gpu
+from kvtool.llama.model import Model
 from kvtool.llama.segment import CLUSTERS
 from tests import forked, tiny
 from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.cli.test_cli import KVTOOL
 from tests.held import PATIENCE_S
 from tests.serve.serving import ONE_THREAD
+
+OTHER_TEMPLATE = tiny.CHAT_TEMPLATE.replace("[e]", "[end]")
 
 TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
 
@@ -170,8 +176,10 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     same_name.parent.mkdir()
     shutil.copy(other_model, same_name)
 
+    again = f"read its text again with `--reread {path} --session NEW.kv`\n"
+
     def out(*flags):
-        return f"; leave out {' and '.join(flags)} to continue it, or name another file\n"
+        return f"; leave out {' and '.join(flags)} to continue it, or {again}"
 
     for options, word in (
         (["--policy", "tova"], "--policy h2o; it cannot continue with --policy tova" + out("--policy")),
@@ -194,7 +202,7 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
         assert done.stderr.startswith(f"kvtool: {path} was started with ")
         assert path.read_bytes() == before
     done = called(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
-    one_line(done, 9, "another system prompt")
+    one_line(done, 9, f"another system prompt; leave --system out, or {again.replace('its', 'the')}")
     assert path.read_bytes() == before
     # Without -m, kvtool finds the model of the session itself. If another file has replaced the model, the
     # error can name no option to leave out.
@@ -203,15 +211,68 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     shutil.copy(other_model, own)
     done = called("chat", "--session", tmp_path / "own.kv", stdin="two\n")
     one_line(done, 9, "own.gguf of SHA-256 ")
-    assert done.stderr.endswith("; name another file\n")
+    assert done.stderr.endswith(f"; {again.replace('chat.kvs', 'own.kv')}")
     # options that change only the sampling may differ
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
+
+
+@pytest.mark.parametrize("options", [["--policy", "full"], ["--budget", "64"], RECALL])
+def test_reread_chat_begins_with_the_rendered_text_of_another_session(chat_model, talk, tmp_path, options):
+    talk(TURNS[:4], *FIRST, "--system", "Be brief.")
+    old, new = tmp_path / "chat.kvs", tmp_path / "new.kvs"
+    before, text = old.read_bytes(), exported(old)
+    other_model = tmp_path / "other.gguf"
+    tiny.write_llama(other_model, chat_template=OTHER_TEMPLATE, n_ctx_train=2048, seed=1)
+    words = _words(other_model, new, "--reread", old, *options)
+    assert called(*words).returncode == 0
+    # the session is written before the first turn
+    assert exported(new) == text
+    again = called(*words, stdin=f"{TURNS[4]}\n")
+    one_line(again, 2, f"{new} holds a chat; leave out --reread to continue it, or name a new file\n")
+    assert called("chat", "--session", new, stdin=f"{TURNS[4]}\n").returncode == 0
+    assert exported(new)[:-2] == text
+    meta, arrays = session.read(new)
+    assert meta["system"] == "Be brief."
+    assert meta["options"]["model"] == str(other_model)
+    with closing(Model(other_model)) as model:
+        prompt = prefix_tokens(model, template_of(model).render(exported(new)[:-1]), 0)[0]
+    assert arrays["tokens"][: len(prompt)].tolist() == prompt.tolist()
+    assert old.read_bytes() == before
+
+
+def test_reread_takes_the_model_of_the_session_and_a_typed_system_prompt(chat_model, talk, tmp_path):
+    talk(TURNS[:1], *FIRST, "--system", "Be brief.")
+    old, new = tmp_path / "chat.kvs", tmp_path / "new.kvs"
+    done = called("chat", "--session", new, "--reread", old, "--system", "Be long.", "-t", 1)
+    assert done.returncode == 0, done.stderr
+    assert session.read_meta(new)["options"]["model"] == str(chat_model)
+    assert exported(new) == [{"role": "system", "content": "Be long."}, *exported(old)[1:]]
+
+
+def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_path, monkeypatch):
+    talk(TURNS[:4], *FIRST)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    words = _words(chat_model, tmp_path / "new.kvs", "--reread", tmp_path / "chat.kvs")
+    full = (
+        "does not fit in the cache (100) and `full` never evicts; use --policy recall or a larger --ctx-size"
+    )
+    one_line(called(*words, "--policy", "full", "-c", 100, stdin="five\n"), 5, full)
+    read = Writer.read
+
+    def stopped(writer, tokens):
+        writer.stop = True
+        return read(writer, tokens)
+
+    monkeypatch.setattr(Writer, "read", stopped)
+    done = called(*words, *FIRST, stdin="five\n")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_refusal_names_the_context_if_it_sets_the_budget(talk):
     assert talk(TURNS[:1], "--policy", "full", "-c", 200).returncode == 0
     words = "--ctx-size 200; it cannot continue with --ctx-size 250; leave out --ctx-size to continue it, or"
-    one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} name another file\n")
+    one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} read its text again with ")
 
 
 @pytest.mark.parametrize(
@@ -237,8 +298,8 @@ def test_full_session_advises_a_new_session(talk, tmp_path, options, advice):
     assert talk(TURNS[:1], *options).returncode == 0
     refused = talk([long])
     assert (first.returncode, refused.returncode) == (6, 6)
-    new = f"{advice}, in a new session; `kvtool session export {path}` prints this chat's text\n"
-    assert refused.stderr.endswith(f"; {new}")
+    again = f"`--reread {path} --session NEW.kv` reads this chat's text again\n"
+    assert refused.stderr.endswith(f"; {advice}, in a new session: {again}")
 
 
 def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_path):
@@ -251,8 +312,10 @@ def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_pa
     one_line(talk(TURNS[2:3]), 9, "is damaged")
     assert path.read_bytes() == data
     named = shutil.copy(path, tmp_path / "a b.kvs")
-    one_line(talk(TURNS[2:3], session="a b.kvs"), 9, f"`kvtool session export '{named}'` prints the text")
+    one_line(talk(TURNS[2:3], session="a b.kvs"), 9, f"`kvtool chat --reread '{named}'` reads its text")
     assert exported(path) == text
+    assert talk(TURNS[2:3], *FIRST, "--reread", path, session="new.kvs").returncode == 0
+    assert exported(tmp_path / "new.kvs")[:-2] == text
 
 
 @pytest.mark.parametrize(
@@ -339,7 +402,7 @@ def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp
     one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
     named = shutil.copy(path, tmp_path / "a b.kvs")
     if what == "is missing":
-        one_line(talk(TURNS[6:7], session="a b.kvs"), 9, f"with `kvtool session export '{named}'`\n")
+        one_line(talk(TURNS[6:7], session="a b.kvs"), 9, f"with `kvtool chat --reread '{named}'`\n")
     assert path.read_bytes() == before
     assert exported(path) == text
     shown = called("session", "show", "--json", path)
@@ -397,7 +460,9 @@ def test_session_without_chat_values_is_refused_and_not_replaced(chat_model, tal
     talk(TURNS[:1], *FIRST)
     meta = session.read_meta(path)
     commands = ["session", "show", path], ["session", "export", path], _words(chat_model, path)
-    for changed in ({}, [], *({**meta, name: None} for name in ("messages", "fixed", "n_turn"))):
+    commands += (["chat", "-m", chat_model, "--reread", path],)
+    lacking = ({**meta, name: None} for name in ("messages", "fixed", "n_turn"))
+    for changed in ({}, [], {**meta, "messages": [{"role": "user"}]}, *lacking):
         _with_meta(path, json.dumps(changed).encode())
         before = path.read_bytes()
         for command in commands:

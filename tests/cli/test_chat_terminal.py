@@ -298,6 +298,25 @@ def test_loading_an_older_copy_sets_the_newer_chat_aside(terminal, chat_kv, tmp_
     chat.leave()
 
 
+def test_reread_session_is_shown_saved_and_continued(terminal, chat_kv, tmp_path):
+    path = tmp_path / "new.kv"
+    chat = terminal("--session", path, "--reread", chat_kv, "--budget", 256)
+    assert "\ncontinuing after 4 turns, " in chat.text
+    assert "\n> turn 3\n" in chat.text
+    assert user_messages(path) == FOUR
+    assert chat.say("/retry") == "the last turn cannot be taken back"
+    chat.say("five")
+    assert chat.say("/retry").endswith("tokens/s")
+    assert user_messages(path) == [*FOUR, "five"]
+    assert chat.say("/set budget 512").endswith(
+        f"start `kvtool chat --reread {path} --session NEW.kv --budget 512`"
+    )
+    assert "took back" in chat.say("/undo")
+    assert chat.say("/undo") == "/undo cannot go back further: the chat still has 4 turns"
+    chat.leave()
+    assert user_messages(path) == user_messages(chat_kv) == FOUR
+
+
 def test_undo_without_a_session_reverts_changes(terminal):
     chat = terminal()
     chat.say("one")

@@ -308,6 +308,14 @@ def test_value_out_of_range_gets_one_line(smollm2, words, said):
             "--session and --transcript name the same file, a.kv; name another file",
         ),
         (
+            ["chat", "--session", "a.kv", "--reread", "./a.kv"],
+            "--session and --reread name the same file, a.kv; name another file",
+        ),
+        (
+            ["chat", "--transcript", "a.kv", "--reread", "link"],
+            "--transcript and --reread name the same file, link; name another file",
+        ),
+        (
             ["chat", "--session", "a.kv", "--transcript", "link"],
             "--session and --transcript name the same file, link; name another file",
         ),

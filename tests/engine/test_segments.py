@@ -395,7 +395,7 @@ def test_foreign_and_missing_archive_files_are_refused(path, tmp_path):
     with pytest.raises(SessionError, match=r"talk.kv.archive is missing, and the chat in") as error:
         load(path)
     assert str(error.value).count("\n") == 0
-    assert "`kvtool session export" in str(error.value)
+    assert "`kvtool chat --reread" in str(error.value)
 
 
 def test_save_and_load_hold_no_second_copy_in_memory(path, monkeypatch):

@@ -16,7 +16,7 @@ from kvtool.serve.api.tools import Choice, check_choice, check_tools
 from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
-from kvtool.serve.tools.prompt import for_template, tools_text
+from kvtool.serve.tools.prompt import as_text, for_template, tools_text
 from tests.serve.asking import message
 
 
@@ -367,6 +367,8 @@ def test_template_without_tools_gets_calls_and_results_as_text():
         "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
     )
     assert all("tool_calls" not in message for message in rewritten)
+    # `kvtool chat --reread` has no tools, whatever the template
+    assert as_text(CHAT) == rewritten
 
 
 def test_template_that_omits_calls_gets_them_as_text_in_its_own_syntax():

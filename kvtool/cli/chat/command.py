@@ -20,14 +20,16 @@ from kvtool.cli.writing import end_note, of_model, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions
 from kvtool.config.system import SystemOptions
-from kvtool.errors import StreamEnd
+from kvtool.errors import StreamEnd, UsageError
 from kvtool.options import OUTPUT, Options, option
 from kvtool.system import interrupt
 from kvtool.system.texts import stdin_lines
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
+    from kvtool.chats.template import Message
     from kvtool.cli.chat.files import ChatFiles
+    from kvtool.config.opening import Opened
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class _ChatOptions(Options):
         "--session",
         None,
         "Session file: continue the chat in it, and save it after every reply.",
+        completes="sessions",
+    )
+    reread: Path | None = option(
+        "--reread FILE",
+        None,
+        "Start with the text of this session, for example with another model, policy or budget. "
+        "The file stays as it is.",
         completes="sessions",
     )
     transcript: Path | None = option("--transcript", None, "Append the chat to this file as plain text.")
@@ -56,16 +65,24 @@ def chat(
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(typed_run, model_name), system.text()
-    check_apart(*_written(args))
+    check_apart(*_written(args), ("--reread", args.reread))
     with ExitStack() as stack:
-        saved = None
+        saved = earlier = None
         if args.session:
             from kvtool.chats import session as sessions
             from kvtool.cli.chat.files import resumed
 
             stack.enter_context(sessions.lock(args.session))
             if (saved := sessions.peek(args.session)) is not None:
+                if args.reread:
+                    taken = f"{args.session} holds a chat"
+                    raise UsageError(f"{taken}; leave out --reread to continue it, or name a new file")
                 run, generation = resumed(run, saved), generation.resumed(saved["options"])
+        if args.reread:
+            from kvtool.chats.session import read_chat
+
+            earlier = read_chat(args.reread)
+            run = run.resumed({"model": earlier["options"]["model"]})
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             # importing this module takes as long as loading a small model, so do both at the same time
@@ -98,7 +115,12 @@ def chat(
             say(archive_limit(engine))
         if not is_terminal:
             say(base_model(engine.model.path))
-        before_text(engine, run, "turn")
+        if earlier:
+            _reread(conversation, opened, earlier["messages"])
+            files.keep_session(is_new_turn=True)
+            files.check()
+        else:
+            before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say(unpinned("the system prompt"))
         writer.before_reading = notice = Notice(engine, "turn", opened.info)
@@ -127,6 +149,23 @@ def _written(args: _ChatOptions) -> Iterator[tuple[str, Path | None]]:
         yield "the archive of --session", archive_path(real)
         yield "the lock of --session", lock_of(real)
     yield "--transcript", args.transcript
+
+
+def _reread(conversation: Conversation, opened: Opened, messages: list[Message]) -> None:
+    """Read the messages of another chat, and show the progress. Ctrl-C ends the program without saving."""
+    from kvtool.cli.progress import line_progress, stopping
+    from kvtool.cli.texts import check_length
+    from kvtool.serve.tools.prompt import as_text
+
+    writer, engine = conversation.writer, opened.engine
+    conversation.reread(as_text(messages))
+    n = len(writer.unread)
+    check_length(engine, n, "chat")
+    before_text(engine, opened.run, "chat", n, opened.info)
+    with stopping(writer), line_progress("reading") as progress, writer.showing(progress):
+        writer.read(writer.unread[:0])
+    if writer.stop:
+        raise KeyboardInterrupt
 
 
 def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str], notice: Notice) -> None:

@@ -96,7 +96,8 @@ class ChatFiles:
         self._saved = self._comparable()
         if system and system != self.chat.system:
             raise SessionError(
-                f"{path} has another system prompt; leave --system out, or use /system in the chat"
+                f"{path} has another system prompt; leave --system out, or read the text again with "
+                f"`{rereading(path)}`"
             )
         if seed is not None:
             self.chat.writer.sampler.seed = seed
@@ -110,7 +111,7 @@ class ChatFiles:
         session.check_chat(path, meta)
         model = self.chat.writer.engine.model.path
         if why := difference(meta["fixed"], self._fixed, Path(meta["options"]["model"]), model, typed):
-            raise SessionError(f"{path} {why}name another file")
+            raise SessionError(f"{path} {why}read its text again with `{rereading(path)}`")
         self._check_archive(path, arrays)
         return meta, arrays
 
@@ -191,10 +192,11 @@ class ChatFiles:
     def advice(self, error: StreamEnd) -> str:
         """Return an error's message. If it advises options that the session fixes, add what to do."""
         engine = self.chat.writer.engine
-        if not self._saved or (engine.policy.evicts and engine.settings.positions != "original"):
+        if not (self.path and self._saved) or (
+            engine.policy.evicts and engine.settings.positions != "original"
+        ):
             return str(error)
-        export = f"kvtool session export {quote(str(self.path))}"
-        return f"{error}, in a new session; `{export}` prints this chat's text"
+        return f"{error}, in a new session: `{rereading(self.path)}` reads this chat's text again"
 
     @property
     def n_unsaved(self) -> int:
@@ -376,6 +378,11 @@ def open_transcript(path: Path) -> Log:
         return Log(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def rereading(path: Path) -> str:
+    """Return the options that start a new session with the text of the session at this path."""
+    return f"--reread {quote(str(path))} --session NEW.kv"
 
 
 def turns(n: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool.cli import near
 from kvtool.cli.chat import show
-from kvtool.cli.chat.files import turns
+from kvtool.cli.chat.files import rereading, turns
 from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.cli.progress import restoring_progress
 from kvtool.config.generation import EFFORTS, GenerationOptions
@@ -251,7 +251,9 @@ class Commands:
         ours = near.ours(name)
         for option in declared(type(self.files.run)).values():
             if ours in option.flags:
-                call = " ".join(filter(None, ("kvtool chat", option.name, value and quote(value))))
+                path = self.files.path if self.conversation.n_turn else None
+                again = rereading(path) if path else None
+                call = " ".join(filter(None, ("kvtool chat", again, option.name, value and quote(value))))
                 raise UsageError(f"{name} is fixed when a chat starts; leave with /exit and start `{call}`")
 
     def _reset(self) -> None:

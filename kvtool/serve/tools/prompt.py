@@ -54,6 +54,11 @@ def for_template(messages: Sequence[Mapping[str, Any]], template: Template) -> l
     return converted if native and template.has_results else _with_results_of_user(converted)
 
 
+def as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of messages for a chat without tools: calls and results become text (Hermes's syntax)."""
+    return _with_results_of_user([_with_calls_in_content(_for_template(each), HERMES) for each in messages])
+
+
 def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
     message = dict(given)
     if "tool_calls" in message:
