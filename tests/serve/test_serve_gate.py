@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import re
 import socket
 import threading
 import zlib
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
 from kvtool.errors import LibraryError
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import parsed
 from kvtool.serve.http import app, gate, server
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
@@ -361,6 +363,20 @@ def test_each_request_is_one_line_in_the_log():
         line = last("/v1/chat/completions", "POST", content=content, engine=write)
         assert re.fullmatch(rf"{when} POST /v1/chat/completions 200 \d+ ms, {tokens}", line)
     assert lines == []
+
+
+@pytest.mark.parametrize("body", [b"[[]]", b"[["])
+def test_garbage_is_not_collected_while_a_body_is_parsed(monkeypatch, body):
+    states, loads = [], json.loads
+
+    def spy(*args, **how):
+        states.append(gc.isenabled())
+        return loads(*args, **how)
+
+    monkeypatch.setattr(json, "loads", spy)
+    with nullcontext() if body == b"[[]]" else pytest.raises(ApiError):
+        parsed(body)
+    assert (states, gc.isenabled()) == ([False], True)
 
 
 @pytest.mark.parametrize("stream", [True, False])
