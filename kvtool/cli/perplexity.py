@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _PerplexityRun(ScoreOptions):
-    hidden: ClassVar = ("prefill",)
+    hidden: ClassVar = ("prefill", "chat_template")
 
 
 @dataclass(frozen=True)
