@@ -476,6 +476,13 @@ class Conversation:
             self.use_template(self._under(effort, self.thought_budget))
             self.effort = effort
 
+    def restore_with_budget(self, meta: session.Meta, arrays: session.Arrays, budget: int | None) -> None:
+        """Continue as `restore` does, with the thinking budget that the saved chat had."""
+        self.restore(meta, arrays)
+        if budget != self.thought_budget:
+            self.thought_budget = budget
+            self.use_template(self._under(self.effort, budget))
+
     def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
         """Continue as `restore` does, and restore the saved marks, so that earlier turns can be undone.
 
@@ -503,10 +510,8 @@ class Conversation:
         Raises SessionError if the copy is damaged. In this case nothing changes.
         """
         if isinstance(before, Copy):
-            self.restore(*session.load(before.file, "the copy of the chat", before.archive))
-            if before.thought_budget != self.thought_budget:
-                self.thought_budget = before.thought_budget
-                self.use_template(self._under(self.effort, self.thought_budget))
+            saved = session.load(before.file, "the copy of the chat", before.archive)
+            self.restore_with_budget(*saved, before.thought_budget)
             return
         self.writer.rewind(before.n_past, before.writer, again=True)
         self.version += 1

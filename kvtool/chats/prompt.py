@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from kvtool.chats.marks import tokens_of
-from kvtool.chats.template import GEMMA, RAW, Message, Template
+from kvtool.chats.template import GEMMA, RAW, Message, Template, TemplateError
 from kvtool.engine.loop import Engine
 from kvtool.errors import ModelError
 from kvtool.llama.model import Model
+from kvtool.system.texts import read_text
 
 _MARKS = ("x", "y")
 """Two texts that begin with different characters.
@@ -22,16 +23,33 @@ At any place of a chat, at least one of these characters differs from the next c
 """
 
 
-def template_of(model: Model) -> Template:
+def template_of(model: Model, file: str | None = None) -> Template:
     """Return the model's chat template, or Gemma's if the model has Gemma's markers and no template.
 
-    Raises ModelError if there is no template, or if the template is broken.
+    file: file of another template, which is used instead. Raises ModelError if there is no template, or if
+    the template is broken, and InputError if the file cannot be read.
     """
+    if file:
+        return _template_in(file, model)
     source = model.chat_template()
     if source is None and len(model.tokenize("<start_of_turn><end_of_turn>", special=True)) == 2:
         source = GEMMA
     if source is None:
-        raise ModelError(f"{model.path.name} has no chat template; {RAW}")
+        raise ModelError(f"{model.path.name} has no chat template; --chat-template FILE sets one, and {RAW}")
+    return _of_source(source, model)
+
+
+def _template_in(file: str, model: Model) -> Template:
+    """Return the template in a file, after a check that it renders a chat."""
+    try:
+        template = _of_source(read_text(file), model)
+        template.turn([{"role": "user", "content": "."}], ".")
+    except TemplateError as error:
+        raise TemplateError(f"{file}: {error}") from None
+    return template
+
+
+def _of_source(source: str, model: Model) -> Template:
     return Template(source, model.marker(model.bos), model.marker(model.eos), model.markers)
 
 

@@ -254,6 +254,26 @@ def read_tokens(path: Path) -> np.ndarray:
         return tokens
 
 
+def readable_messages(path: Path) -> list[dict[str, Any]]:
+    """Return the messages that can be read from a session whose JSON is damaged. Raises SessionError.
+
+    A message may have wrong characters, because the hash covers all messages together.
+    """
+    with _as_session_error("read", path), path.open("rb") as file:
+        if not file.readline(_N_FIRST).startswith(b"kvtool session "):
+            return []
+        text = file.read().partition(b"\ntokens ")[0].decode(errors="replace")
+    decoder, found, at = json.JSONDecoder(strict=False), [], 0
+    # quotes inside a text are escaped, so no text contains the beginning of a message
+    while (at := text.find('{"role": "', at)) >= 0:
+        try:
+            message, at = decoder.raw_decode(text, at)
+            found += [message] if isinstance(message.get("content"), str) else []
+        except (ValueError, RecursionError):
+            at += 1
+    return found
+
+
 def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     """Read the JSON. Return it with the offset of the arrays and their hash."""
     file.seek(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -139,6 +140,11 @@ class Template:
         if self._marks:
             messages, shown = [*map(self.marked, messages)], marked(self.markers, shown)
         return self._as_it_is(self._roles.fitted(messages), reply, shown)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the source."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
 
     @cached_property
     def of_marked(self) -> Template:

@@ -316,7 +316,7 @@ def _reader(
     from kvtool.config.opening import settings_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
-    template = template_of(model) if as_chat else None
+    template = template_of(model, run.chat_template) if as_chat else None
     held = n_held(model, template)
     policy_for, n_batch = _policy_for(spec, run, n_ctx, model, held)
     settings = settings_of(run, n_ctx, n_batch, N_OUTPUT)
@@ -381,6 +381,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
         "model": path.name,
         "model_sha256": sha256(path),
         "lora": identities(run.adapters),
+        "chat_template_sha256": sha256(Path(run.chat_template)) if run.chat_template else None,
         "policy": run.policy,
         "policy_sha256": policies.file_sha256(run.policy),
         "options": list(run.options),

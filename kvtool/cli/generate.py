@@ -26,6 +26,7 @@ from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
 from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
+    from kvtool.chats.template import Template
     from kvtool.chats.writer import Writer
 
 
@@ -84,7 +85,8 @@ def generate(
     output: _OutputOptions,
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
-    of_template = {"think", "think_budget", "system", "system_file"} & (generation.typed | template.typed)
+    of_template = {"think", "think_budget", "system", "system_file", "chat_template"}
+    of_template &= generation.typed | template.typed | run.typed
     if template.raw and of_template:
         flag = f"--{min(of_template).replace('_', '-')}"
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
@@ -94,7 +96,7 @@ def generate(
         raise UsageError("--logprobs needs --json")
     with open_writer(run, generation) as (opened, writer):
         from kvtool.chats.marks import escaped
-        from kvtool.chats.prompt import pin_prefix
+        from kvtool.chats.prompt import pin_prefix, template_of
         from kvtool.config.report import report
 
         engine = opened.engine
@@ -104,7 +106,8 @@ def generate(
         if template.raw:
             whole, prefix = escaped(request), escaped(first)
         else:
-            whole, prefix = _rendered(writer, generation, system, request, first)
+            chats = template_of(engine.model, run.chat_template)
+            whole, prefix = _rendered(writer, chats, generation, system, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         notice = before_text(engine, opened.run, "prompt", len(tokens), opened.info)
@@ -226,9 +229,14 @@ def _finish_reason(writer: Writer) -> str:
 
 
 def _rendered(
-    writer: Writer, generation: GenerationOptions, system: str | None, request: str, first: str
+    writer: Writer,
+    template: Template,
+    generation: GenerationOptions,
+    system: str | None,
+    request: str,
+    first: str,
 ) -> tuple[str, str]:
-    """Render the request with the model's chat template. Return the text, and its prefix to pin.
+    """Render the request with the chat template. Return the text, and its prefix to pin.
 
     Also set up the writer, so that it shows the tags of a thought, limits the thought's length, and applies a
     grammar only after the thought.
@@ -238,11 +246,10 @@ def _rendered(
     """
     from kvtool.chats.after_thought import after_thought
     from kvtool.chats.effort import Efforts
-    from kvtool.chats.prompt import request_prefix, system_prefix, template_of
+    from kvtool.chats.prompt import request_prefix, system_prefix
     from kvtool.chats.thinking import control_tokens
 
     engine = writer.engine
-    template = template_of(engine.model)
     budget = generation.think_budget
     if generation.think or budget is not None:
         template = template.under(with_thinking(generation, Efforts.of(template).exact))

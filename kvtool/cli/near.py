@@ -94,9 +94,8 @@ ADVICE = {
     "`kvtool generate` answers a prompt": (
         *("-p", "--prompt", "-st", "--single-turn", "-no-cnv", "--no-conversation"),
     ),
-    "the model's own chat template is always used; leave it out": (
-        *("--jinja", "--no-jinja", "--chat-template", "--chat-template-file"),
-    ),
+    "kvtool always runs chat templates with Jinja; leave it out": ("--jinja", "--no-jinja"),
+    "this command uses no chat template; leave it out": ("--chat-template", "--chat-template-file"),
     "models are mapped into memory, and not locked there; leave it out": (
         *("--mlock", "--mmap", "--no-mmap", "--use-mmap", "--use-mlock"),
     ),

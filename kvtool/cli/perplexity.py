@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _PerplexityRun(ScoreOptions):
-    hidden: ClassVar = ("prefill",)
+    hidden: ClassVar = ("prefill", "chat_template")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def perplexity(
     from kvtool.config.opening import check_read_once, open_run
     from kvtool.config.report import line, report
     from kvtool.llama.model import Model
+    from kvtool.measure.records import text_sha256, versions
     from kvtool.measure.statistics import perplexity_of
     from kvtool.system.memory import peak_rss_bytes
 
@@ -105,6 +106,8 @@ def perplexity(
             "nll": mean,
             "tokens": n_done,
             "complete": is_complete,
+            "text_sha256": text_sha256(engine.model, tokens),
+            **versions(),
             **report(engine, policy),
             "peak_rss_bytes": peak_rss_bytes(),
             "tokens_per_s": len(tokens) * n_done / n_all / seconds,

@@ -98,14 +98,23 @@ def _print(info: dict[str, Any], has_archive: bool) -> None:
 
 @app.command()
 def export(file: File, as_json: Json = False) -> None:
-    """Print the text of a chat. This works even if the rest of the file is damaged."""
+    """Print the text of a chat. If the file is damaged, print what can be read."""
     from kvtool.chats.conversation import transcript
-    from kvtool.chats.session import read_chat
+    from kvtool.chats.session import read_chat, readable_messages
 
-    messages = read_chat(file)["messages"]
+    problem = None
+    try:
+        messages = read_chat(file)["messages"]
+    except SessionError as error:
+        if not (messages := readable_messages(file)):
+            raise
+        fault = str(error).rpartition(";")[0]
+        problem = SessionError(f"{fault}; messages may be missing or have wrong characters: restore a copy")
     if as_json:
         # do not escape characters if stdout can encode them
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.write(json.dumps(messages, ensure_ascii=not is_utf8) + "\n")
     else:
         sys.stdout.write(transcript(messages))
+    if problem:
+        raise problem

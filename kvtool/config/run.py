@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -130,6 +131,14 @@ class RunOptions(Options):
         "Add a LoRA adapter (GGUF), times SCALE, to the model's weights. Repeatable.",
         default_text=False,
         read=adapter_texts,
+        in_session=True,
+    )
+    chat_template: str | None = _hardware_option(
+        "--chat-template, --chat-template-file FILE",
+        None,
+        "Use the chat template (Jinja) in this file.",
+        default_text="the model's own",
+        read=lambda raw, flag: raw and os.path.abspath(os.path.expanduser(raw)),
         in_session=True,
     )
     n_ctx: int | None = _cache_option(

@@ -12,7 +12,7 @@ from kvtool.errors import ModelError, OutOfMemory
 from kvtool.llama.archive import Archive, ArchiveSettings
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.fixed_state import FixedState
-from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
+from kvtool.llama.library import TERM, Edit, EnableParams, api, check, error_text, lib
 from kvtool.llama.log import no_memory
 from kvtool.llama.model import Model
 from kvtool.llama.queries import Queries
@@ -307,6 +307,10 @@ class Context(Decoder):
                 terms[name] = getattr(merge, name)
             edit.terms, edit.n_term = terms.ctypes.data, len(terms)
         check(lib.llama_kvtool_apply(self.handle, ctypes.byref(edit)))
+        if self.has_merged and not n_keep:
+            # set all values to zero: if a merge has overflowed, infinite values in free cells make logits NaN
+            api.llama_memory_clear(self._memory, True)
+            self.has_merged = False
 
     def mark_drafts(self, n: int) -> None:
         """Mark the last n tokens of the next decode as draft tokens.

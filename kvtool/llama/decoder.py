@@ -78,8 +78,8 @@ class Decoder:
     Attributes
     ----------
     has_merged
-        True if values have ever been merged. An infinite value in a free cell still spoils later logits,
-        because llama.cpp multiplies it by 0.
+        True if values have been merged since the cache was last cleared. An infinite value in a free cell
+        still spoils later logits, because llama.cpp multiplies it by 0.
     """
 
     def __init__(

@@ -42,6 +42,9 @@ _LEAST, _GREATEST = -(2**63 - 1024), 2**63 - 1
 floating-point numbers, and then to integers of 64 bits, and fails for a smaller bound than _LEAST.
 """
 
+_MAX_EXACT = 2**53
+"""Greatest integer of const and enum. llguidance rounds greater integers, and would write other numbers."""
+
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
     **dict.fromkeys(("contains", "propertyNames"), 6),
@@ -72,7 +75,8 @@ def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Sche
     """Rewrite a schema for llguidance. Return the new schema, and the keywords that are not enforced.
 
     is_exact: True to express oneOf, "not", conditions and dependencies by other keywords, which makes the
-    schema longer. Raises UsageError if the schema becomes too large, or if an object has too many properties.
+    schema longer. Raises UsageError if the schema becomes too large, if an object has too many properties, or
+    if const or enum has an integer beyond _MAX_EXACT.
     """
     shared: set[str] = set()
     while True:
@@ -136,6 +140,7 @@ class _Writer:
         self._close(new, is_alone=is_alone)
         self._counts(new, where)
         _limit_numbers(new)
+        _check_integers([new.get("const"), new.get("enum")])
         return new
 
     def _is_needed(self, key: str, value: object) -> bool:
@@ -361,6 +366,18 @@ def _limit_numbers(new: Schema) -> None:
         bound = new.get(key)
         if isinstance(bound, (int, float)) and not isinstance(bound, bool):
             new[key] = max(bound, _LEAST) if key.endswith("inimum") else min(bound, greatest)
+
+
+def _check_integers(value: Any) -> None:
+    """Raise UsageError if a value has an integer beyond _MAX_EXACT."""
+    if isinstance(value, (list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            _check_integers(part)
+    elif isinstance(value, int) and abs(value) > _MAX_EXACT:
+        raise UsageError(
+            f"the JSON schema has the value {str(value)[:40]}, and integers beyond 2^53 would be rounded; "
+            "use a string"
+        )
 
 
 def _named(schema: Any) -> list[str]:

@@ -225,7 +225,8 @@ class Slot:
 
     def _chats_resumer(self) -> Resumer:
         if not self._resumer:
-            raise ApiError("the model has no chat template; use /v1/completions", code="no_chat_template")
+            why = "the model has no chat template; use /v1/completions, or serve with --chat-template FILE"
+            raise ApiError(why, code="no_chat_template")
         return self._resumer
 
     def _text(self, job: Job, request: TextRequest) -> None:

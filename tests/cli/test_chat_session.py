@@ -334,10 +334,24 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     one_line(done, 9, f"kvtool: {path} {words} and its chat cannot continue; ", prints=True)
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_undamaged_messages_can_be_exported_if_the_text_is_damaged(talk, tmp_path, flags):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(TURNS[1].encode() + b'"', TURNS[1].encode() + b"#", 1))
+    done = called("session", "export", path, *flags)
+    assert TURNS[0] in done.stdout
+    assert TURNS[1] not in done.stdout
+    line = f"kvtool: {path} is damaged, and so is its text; messages may be missing or have wrong characters"
+    one_line(done, 9, line, prints=True)
+
+
 def test_session_truncated_within_its_text_is_reported(talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
-    path.write_bytes(path.read_bytes()[:300])
+    # the first 200 bytes hold no message
+    path.write_bytes(path.read_bytes()[:200])
     for command in ("show", "export"):
         line = f"kvtool: {path} is truncated, and so is its text; restore a copy, or name another file\n"
         one_line(called("session", command, path), 9, line)
@@ -466,7 +480,8 @@ def test_session_without_chat_values_is_refused_and_not_replaced(chat_model, tal
         _with_meta(path, json.dumps(changed).encode())
         before = path.read_bytes()
         for command in commands:
-            one_line(called(*command, stdin="hello\n"), 9, "chat.kvs lacks values of a chat")
+            done = called(*command, stdin="hello\n")
+            one_line(done, 9, "chat.kvs lacks values of a chat", prints="export" in command)
         assert path.read_bytes() == before
     _with_meta(path, b"[" * 100_000)
     for command in commands:

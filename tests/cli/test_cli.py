@@ -301,6 +301,7 @@ def test_perplexity_json_has_the_documented_keys(text_file, default_talker):
         *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
         *("archive_type", "resident", "repeated", "resident_refusal"),
         *("tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
+        *("text_sha256", "kvtool", "llama_cpp_python", "patch"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399

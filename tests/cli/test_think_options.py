@@ -156,3 +156,19 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/show system") == chat.say("/system") == line
         chat.say("/system Be brief.")
         assert chat.say("/show system") == "Be brief."
+
+
+def test_load_takes_effort_and_budget_of_the_session_and_says_so(models, tmp_path):
+    path = tmp_path / "talk.kv"
+    with terminals(models(COUNTS), "-n", 4, "--policy", "h2o", "--budget", 128) as start:
+        chat = start()
+        chat.say("/set think_budget 5")
+        chat.say("Hello")
+        chat.say(f"/save {path}")
+        assert "think" not in chat.say(f"/load {path}")
+        chat.say("/reset")
+        chat.say("/set think_budget 7")
+        assert chat.say(f"/load {path}").endswith("\nthink_budget  5")
+        assert chat.say("/set think_budget") == "think_budget  5"
+        chat.say("/undo")
+        assert chat.say("/set think_budget") == "think_budget  7"

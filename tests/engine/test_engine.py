@@ -298,6 +298,24 @@ def test_merges_that_overflow_are_blamed_on_the_policy(tiny_model):
             perplexity.stream(engine, text(8))
 
 
+@pytest.mark.parametrize("settings", [{"flash": "on"}, {"flash": "off"}, {"arch": "lfm2"}])
+def test_after_a_reset_no_value_of_an_overflow_is_left(tiny_model, settings):
+    plan, settings = _merging([0], [50], [49], [1e30]), dict(settings)
+    path = tiny_model(arch=settings.pop("arch", "llama"))
+    policy = Given(48, 16, lambda policy, view, state: plan(view))
+    with open_engine(path, policy, type_v="f16", **settings) as engine:
+        engine.read(text(8))
+        first = engine.context.logits().copy()
+        for _ in range(2):
+            engine.reset()
+            engine.pin(1)
+            engine.read(text(68))
+            assert not np.isfinite(engine.context.logits()).all()
+        engine.reset()
+        engine.read(text(8))
+        np.testing.assert_array_equal(engine.context.logits(), first)
+
+
 @dataclass(frozen=True, slots=True)
 class Summing(Policy):
     """Keep the newest tokens and sum attention.

@@ -86,6 +86,23 @@ def test_saved_arrays_stay_the_same_while_the_engine_reads_on(tiny_model, name, 
         np.testing.assert_array_equal(scores(engine, tokens[n_read:]), expected)
 
 
+def test_one_flipped_bit_spoils_at_most_two_messages(tmp_path):
+    path, roles = tmp_path / "chat", ("user", "assistant")
+    said = [{"role": roles[i % 2], "content": f'Turn {i}: "Jo*\n\u00e9"'} for i in range(6)]
+    session.write(path, {"id": "1", "messages": said, "n": 6}, [("tokens", np.arange(9, dtype=np.int32))])
+    whole = path.read_bytes()
+    for at in range(len("kvtool session "), whole.index(b"\ntokens ") + 1):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << bit
+            path.write_bytes(damaged)
+            read = session.readable_messages(path)
+            assert sum(message in read for message in said) >= 4, (at, bit)
+            assert len(read) <= 6
+    path.write_bytes(whole.replace(b"kvtool session", b"another format"))
+    assert session.readable_messages(path) == []
+
+
 def test_damaged_and_truncated_files_are_refused(tmp_path):
     path = tmp_path / "chat"
     session.write(path, {"messages": ["kept"]}, [("a", np.arange(90, dtype=np.int32).reshape(9, 10))])

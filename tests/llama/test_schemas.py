@@ -141,6 +141,19 @@ def test_schemas_that_are_apart_share_no_value():
     assert n_apart > 200
 
 
+@pytest.mark.parametrize(
+    ("schema", "n"),
+    [
+        ({"const": 2**53 + 1}, 2**53 + 1),
+        ({"properties": {"a": {"enum": ["x", {"b": [-(2**63)]}]}}}, -(2**63)),
+    ],
+)
+def test_constant_integers_that_would_be_rounded_are_refused(schema, n):
+    with pytest.raises(UsageError, match=f"^the JSON schema has the value {n}, and integers beyond"):
+        enforced(schema)
+    assert enforced({"const": 2**53, "enum": [-(2**53), 2**53, 1e300], "default": 2**60}).schema
+
+
 def test_constant_values_show_which_options_are_apart():
     kinds = [
         {"type": "object", "properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(400)

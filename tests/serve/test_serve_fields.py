@@ -226,6 +226,20 @@ def test_call_of_a_custom_tool_is_shown_with_its_text_as_input():
         assert (answer["tool_call_id"], answer["content"]) == ("1", "done")
 
 
+def test_chat_history_takes_calls_of_custom_tools():
+    def asked(**custom):
+        call = {"id": "1", "type": "custom", "custom": custom}
+        reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return [*HI, reply, {"role": "tool", "tool_call_id": "1", "content": "done"}]
+
+    _, reply, answer = checked({"messages": asked(name="patch", input="+a\n")}).messages
+    function = {"name": "patch", "arguments": '{"input": "+a\\n"}'}
+    assert reply["tool_calls"] == [{"id": "1", "type": "function", "function": function}]
+    assert answer["tool_call_id"] == "1"
+    with pytest.raises(ApiError, match=r"^messages\[1\].tool_calls\[0\].custom.input is missing"):
+        checked({"messages": asked(name="patch")})
+
+
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_return_logprobs_if_top_logprobs_or_include_ask(n):
     def request(**more):

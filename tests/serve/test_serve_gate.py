@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import re
 import socket
 import threading
 import zlib
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
 from kvtool.errors import LibraryError
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
+from kvtool.serve.api.fields import parsed
 from kvtool.serve.http import app, gate, server
 from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
+from kvtool.serve.http.metrics import Counts
 from kvtool.serve.queue import JobQueue
 from tests.cli.called import called
 from tests.serve.asking import message
@@ -362,15 +365,30 @@ def test_each_request_is_one_line_in_the_log():
     assert lines == []
 
 
+@pytest.mark.parametrize("body", [b"[[]]", b"[["])
+def test_garbage_is_not_collected_while_a_body_is_parsed(monkeypatch, body):
+    states, loads = [], json.loads
+
+    def spy(*args, **how):
+        states.append(gc.isenabled())
+        return loads(*args, **how)
+
+    monkeypatch.setattr(json, "loads", spy)
+    with nullcontext() if body == b"[[]]" else pytest.raises(ApiError):
+        parsed(body)
+    assert (states, gc.isenabled()) == ([False], True)
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_log_says_if_stopping_the_server_cut_an_answer(stream):
-    lines, content = [], BODY[:-1] + b', "stream": true}' if stream else BODY
+def test_log_and_metrics_show_if_stopping_the_server_cut_an_answer(stream):
+    lines, counts, content = [], Counts(), BODY[:-1] + b', "stream": true}' if stream else BODY
 
     def stopping(job):
         job.emit({"kind": "piece", "deltas": [{"content": "x"}]})
         job.emit({"kind": "error", "error": ApiError("the server is stopping", status=503)})
 
-    send("/v1/chat/completions", "POST", content=content, engine=stopping, log=lines.append)
+    send("/v1/chat/completions", "POST", content=content, engine=stopping, log=lines.append, counts=counts)
+    assert (counts.answered, counts.refused, counts.abandoned) == (0, 1, 0)
     (line,) = lines
     cut = "200 .* ms, the answer was cut: the server is stopping"
     assert re.search(f"{cut if stream else '503 .* ms: the server is stopping'}$", line)

@@ -32,7 +32,7 @@ _MIN_DEPTH, _MAX_DEPTH = 32, 2**24
 class _BenchRun(RunOptions):
     hidden: ClassVar = (
         *("policy", "options", "evict_every", "positions", "prefill", "n_ctx", "type_k", "type_v"),
-        *("archive", "archive_file", "archive_type", "resident", "flash", "explain"),
+        *("archive", "archive_file", "archive_type", "resident", "flash", "explain", "chat_template"),
     )
 
     budget: str | None = redeclared(

@@ -98,7 +98,8 @@ def chat(
         from kvtool.config.report import archive_limit, line, report
         from kvtool.measure.holdings import n_forgotten
 
-        conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
+        template = template_of(engine.model, run.chat_template)
+        conversation = Conversation(writer, template, system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
         files = stack.enter_context(closing(ChatFiles(conversation, run, generation, args.session)))
         if args.session:

@@ -327,7 +327,7 @@ class ChatFiles:
     @cached_property
     def _fixed(self) -> dict[str, Any]:
         # call `fixed_of` only if its result is needed, because it hashes the model, which takes time
-        return fixed_of(self.chat.writer.engine, self.run.policy)
+        return fixed_of(self.chat.writer.engine, self.run, self.chat.template)
 
 
 def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:

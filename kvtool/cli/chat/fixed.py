@@ -14,6 +14,7 @@ from kvtool.options import declared
 from kvtool.units import FEW_BITS, PLAIN
 
 if TYPE_CHECKING:
+    from kvtool.chats.template import Template
     from kvtool.engine.loop import Engine
 
 _ROTATED = "rotated "
@@ -22,6 +23,7 @@ _ROTATED = "rotated "
 _FIELDS = {
     "model_sha256": "model",
     "lora": "lora",
+    "chat_template": "chat_template",
     "policy": "policy",
     "policy_package": "policy",
     "budget": "budget",
@@ -42,15 +44,16 @@ _NAMES = {"policy_package": "a policy of the package", "llama_cpp": "llama.cpp"}
 """Names of values in messages. Other values are named after the option that sets them."""
 
 
-def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
+def fixed_of(engine: Engine, run: RunOptions, template: Template | None) -> dict[str, Any]:
     """Return the values that must be the same when a chat is continued.
 
-    policy: the policy's name or file, as the user typed it.
+    template: the chat template. None if there is none.
     """
     from kvtool.llama.devices import library_info
     from kvtool.models.download import sha256
 
     path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable
+    policy = run.policy
     with bytes_progress(f"hashing {path.name}", piped=False) as progress:
         digest = sha256(path, progress)
     lora = [f"{sha256(its.path)}:{its.scale!r}" for its in engine.model.adapters]
@@ -66,6 +69,7 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
         "llama_cpp": library_info()["version"],
         **({"archive_type": _stored_type(settings.archive_type)} if engine.policy.recall else {}),
         **({"lora": lora} if lora else {}),
+        **({"chat_template": template.sha256} if template and run.chat_template else {}),
     }
 
 
@@ -117,8 +121,8 @@ def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     name of this value is returned. If the context limits the budget, as with `full`, the context takes the
     place of the budget.
     """
-    # a chat without adapters has no value "lora"
-    every = dict.fromkeys([*ours, "lora"])
+    # a chat without adapters has no value "lora", and one with the model's own template no "chat_template"
+    every = dict.fromkeys([*ours, "lora", "chat_template"])
     names = [name for name in every if name != "parameters" and theirs.get(name) != ours.get(name)]
     size = "context" if ours.get("budget") == ours.get("context") else "budget"
     decisive: Iterable[str] = ("model_sha256", "lora", "policy", size, "budget")
@@ -133,6 +137,8 @@ def _typed(name: str, value: object, model: str, *, is_ambiguous: bool) -> str:
     if name == "model_sha256":
         return f"{model} of SHA-256 {value:.12}" if is_ambiguous else model
     text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
+    if name == "chat_template":
+        text = text[:12]
     if isinstance(value, list):
         # show the first 12 digits of each adapter's SHA-256, and its scale
         text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)

@@ -316,9 +316,14 @@ class Commands:
         meta, arrays = self.files.read(path)
         if not self._remember(f"/load {name}"):
             return
+        before, budget = self.files.generation, meta["options"].get("think_budget")
         with restoring_progress(self.conversation.archive):
-            self.conversation.restore(meta, arrays)
+            self.conversation.restore_with_budget(meta, arrays, budget)
         self._note_new(f"continuing after {turns(self.conversation.n_turn)} of {path}")
+        # effort and budget are the session's; the other settings stay
+        for setting in ("think", "think_budget"):
+            if getattr(before, setting) != getattr(self.files.generation, setting):
+                self.terminal.note(f"{setting}  {show.setting(self.terminal, setting)}")
 
     def _remember(self, change: str) -> bool:
         """Copy the chat for /undo.

@@ -84,7 +84,10 @@ class _Grid(Options):
 
 @dataclass(frozen=True)
 class _CompareRun(ScoreOptions):
-    hidden: ClassVar = ("policy", "budget", "options", "prefill", "type_k", "type_v", "explain")
+    hidden: ClassVar = (
+        *("policy", "budget", "options", "prefill", "type_k", "type_v"),
+        *("explain", "chat_template"),
+    )
 
 
 @dataclass(frozen=True)

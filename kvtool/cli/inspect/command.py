@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
@@ -32,6 +32,8 @@ _LAST_HTML = 20_000
 
 @dataclass(frozen=True)
 class _InspectRun(ScoreOptions):
+    hidden: ClassVar = ("chat_template",)
+
     prefill: str | None = redeclared(
         ScoreOptions,
         "prefill",

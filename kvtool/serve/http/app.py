@@ -317,6 +317,7 @@ async def _stream(
                 logprobs = None if logprobs is None else []
         elif event["kind"] == "error":
             job.error = event["error"]
+            site.counts.refused += 1
             lines += bodies.failed(event["error"])
         elif event["kind"] == "end":
             job.end = event

@@ -1,0 +1,93 @@
+"""The option --chat-template of chat, generate, eval and serve."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtool.chats import session
+from tests import tiny
+from tests.cli.called import called, one_line
+from tests.serve.asking import message
+from tests.serve.here import here
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Path of a small model without a chat template."""
+    path = tmp_path_factory.mktemp("bare") / "bare.gguf"
+    tiny.write_llama(path, letters=True, n_ctx_train=4096)
+    return path
+
+
+@pytest.fixture
+def template(tmp_path):
+    """template(source): write a template to a file, and return the file's path."""
+
+    def written(source, name="template.jinja"):
+        (tmp_path / name).write_text(source)
+        return tmp_path / name
+
+    return written
+
+
+@pytest.mark.parametrize("flag", ["--chat-template", "--chat-template-file"])
+def test_template_of_a_file_lets_a_model_without_a_template_chat(bare, template, flag):
+    words = ["-m", bare, "-n", 3, "-t", 1]
+    path = template(tiny.CHAT_TEMPLATE)
+    for command, stdin in ((["chat"], "Hello\n"), (["generate", "Hello", "--json"], "")):
+        advice = "bare.gguf has no chat template; --chat-template FILE sets one, and kvtool generate"
+        one_line(called(*command, *words, stdin=stdin), 3, advice)
+        assert called(*command, *words, flag, path, stdin=stdin).returncode == 0
+    n = [
+        json.loads(called("generate", "Hello", "--json", *words, flag, of).stdout)["prompt_tokens"]
+        for of in (path, template(tiny.CHAT_TEMPLATE.replace("[a]", "[a]!!!"), "other.jinja"))
+    ]
+    assert n[1] == n[0] + 3
+    done = called("generate", "Hello", "--raw", *words, flag, path)
+    one_line(done, 2, "--chat-template is for the chat template, which --raw leaves out")
+
+
+@pytest.mark.parametrize(
+    ("source", "exit_code", "words"),
+    [
+        ("{% for", 3, "template.jinja: the model's chat template fails ("),
+        ("{{ messages | nonsense }}", 3, "template.jinja: the model's chat template fails ("),
+        ("{{ raise_exception('no') }}", 3, "template.jinja: the model's chat template fails (no); "),
+        ("Hello", 3, "template.jinja: the model's chat template leaves replies out; "),
+        ("", 5, "template.jinja is empty"),
+        (None, 5, "template.jinja: No such file or directory"),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_unusable_template_is_refused_when_it_is_read(
+    bare, template, tmp_path, command, source, exit_code, words
+):
+    path = tmp_path / "template.jinja" if source is None else template(source)
+    done = called(command, "-m", bare, "-t", 1, "--chat-template", path, stdin="Hello\n")
+    one_line(done, exit_code, words)
+
+
+def test_session_keeps_its_template_and_refuses_another(bare, template, tmp_path, monkeypatch):
+    path, kept = tmp_path / "talk.kv", template(tiny.CHAT_TEMPLATE)
+    command = ["chat", "-m", bare, "-n", 3, "-t", 1, "--policy", "h2o", "--session", path]
+    monkeypatch.chdir(tmp_path)
+    assert called(*command, "--chat-template", kept.name, stdin="One\n").returncode == 0
+    assert called(*command, stdin="Two\n").returncode == 0
+    assert session.read_meta(path)["options"]["chat_template"] == str(kept)
+    other = template(tiny.CHAT_TEMPLATE + "\n{# changed #}", "other.jinja")
+    done = called(*command, "--chat-template", other, stdin="Three\n")
+    one_line(done, 9, "leave out --chat-template to continue it, or name another file")
+    kept.write_text(other.read_text())
+    one_line(called(*command, stdin="Three\n"), 9, "talk.kv was started with --chat-template ")
+
+
+def test_server_renders_chats_with_the_template_of_a_file(bare, template):
+    source = tiny.CHAT_TEMPLATE.replace("[a]", "[a]!!!")
+    with here(bare, policy="h2o", chat_template=str(template(source))) as server:
+        assert server.ask("/props", method="GET").json()["chat_template"] == source
+        server.chat([message("user", "Hello")])
+    with here(bare, policy="h2o") as server:
+        answer = server.ask("/v1/chat/completions", {"messages": [message("user", "Hello")]})
+        assert "serve with --chat-template FILE" in answer.json()["error"]["message"]
