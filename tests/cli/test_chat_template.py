@@ -78,7 +78,7 @@ def test_session_keeps_its_template_and_refuses_another(bare, template, tmp_path
     assert session.read_meta(path)["options"]["chat_template"] == str(kept)
     other = template(tiny.CHAT_TEMPLATE + "\n{# changed #}", "other.jinja")
     done = called(*command, "--chat-template", other, stdin="Three\n")
-    one_line(done, 9, "leave out --chat-template to continue it, or name another file")
+    one_line(done, 9, "leave out --chat-template to continue it, or read its text again")
     kept.write_text(other.read_text())
     one_line(called(*command, stdin="Three\n"), 9, "talk.kv was started with --chat-template ")
 
