@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -27,7 +27,7 @@ from kvtool.measure import perplexity, records
 from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Item, ScoredAnswer, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task, in_turn
 from tests import forked
 from tests.cli.called import called
 from tests.cli.test_cli import KVTOOL
@@ -232,6 +232,24 @@ def test_fact_is_hidden_at_its_depth_in_a_prompt_of_the_given_length(tiny_model,
     parts = haystack.sentences(before + after)
     at = SENTENCES.index(parts[0])
     assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 13), (2, 5), (2, 4), (3, 3), (6, 4)])
+def test_first_items_are_spread_over_the_grid(n, m):
+    cells = list(in_turn(range(n), range(m), 2))
+    assert sorted(cells) == [(i, j, number) for i in range(n) for j in range(m) for number in range(2)]
+    assert [number for *_, number in cells] == [0] * (n * m) + [1] * (n * m)
+    for limit in range(1, len(cells)):
+        for axis, size in enumerate((n, m)):
+            asked = np.bincount([cell[axis] for cell in cells[:limit]], minlength=size)
+            assert np.ptp(asked) <= 1
+
+
+@pytest.mark.parametrize(("name", "more"), [("passkey", []), ("ruler", ["tasks=niah_multikey_3,fwe"])])
+def test_first_two_items_have_different_lengths(tiny_model, name, more):
+    task = tasks.make(name, ["lengths=2000,2500", *more])
+    with closing(Model(tiny_model())) as model:
+        assert [item.about["length"] for item in task.items([], model)[:2]] == [2000, 2500]
 
 
 def test_length_too_short_for_the_fact_is_refused(tiny_model):
@@ -459,7 +477,7 @@ def test_resume_completes_an_unfinished_run(tiny_model, tmp_path):
     first = out.read_bytes()
     assert called(*command, "--resume").returncode == 0
     assert out.read_bytes().startswith(first)
-    ids = ["400-0.2-0", "400-0.2-1", "400-0.8-0", "400-0.8-1"]
+    ids = ["400-0.2-0", "400-0.8-0", "400-0.2-1", "400-0.8-1"]
     assert [record["id"] for record in records.read(out)] == ids
     done, again = (called(*command, "--resume") for _ in range(2))
     assert done.stdout == again.stdout
