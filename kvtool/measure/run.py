@@ -159,8 +159,8 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     names = ("nll_minus_full", "kl", "top1")
     values = (nll - scores.nll, scores.kl, scores.same.astype(np.float64)) if scores else (None,) * 3
     for name, of_tokens in zip(names, values, strict=True):
-        pair = (None, None) if of_tokens is None else mean_of_text(block_sums(of_tokens), n)
-        record |= zip((name, f"{name}_stderr"), pair, strict=True)
+        mean = (None,) * 3 if of_tokens is None else mean_of_text(block_sums(of_tokens), n)
+        record |= zip((name, f"{name}_stderr", f"{name}_margin"), mean, strict=True)
     return record
 
 

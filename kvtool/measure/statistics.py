@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 _MIN_BLOCKS = 8
-"""Minimum number of blocks for an estimate of their spread."""
+"""Minimum number of blocks for an estimate of their spread. Differences of two runs have this many blocks."""
 
 
 def perplexity_of(nll: float) -> float:
@@ -81,8 +81,12 @@ def joined(sums: np.ndarray, counts: np.ndarray, n_min: int = 1) -> tuple[np.nda
         return sums, counts
     length = block_length(sums - sums.sum() / counts.sum() * counts)
     length = max(length, n_min * n / counts.sum())
-    n_block = int(np.clip(n / length, _MIN_BLOCKS, n))
-    starts = np.arange(n_block) * n // n_block
+    return _merged(sums, counts, int(np.clip(n / length, _MIN_BLOCKS, n)))
+
+
+def _merged(sums: np.ndarray, counts: np.ndarray, n_block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Join adjacent blocks so that n_block blocks of about equal length remain."""
+    starts = np.arange(n_block) * len(sums) // n_block
     return np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
 
 
@@ -102,14 +106,17 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     return float(mean), float(np.sqrt((residuals**2).sum() * n_block / (n_block - 1)) / n)
 
 
-def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
-    """Mean per token of a text of n tokens, and the standard error of this mean.
+def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None, float | None]:
+    """Mean per token of a text of n tokens, its standard error, and the margin: half of its 95 % interval.
 
-    sums: f64[block], sum of each block. Blocks that depend on each other are joined first. If there is only
-    one block, the error is None.
+    sums: f64[block], sum of each block. They are joined into eight blocks. In all runs of a text, these have
+    the same tokens. If there is only one block, error and margin are None.
     """
-    mean, error = mean_error(*joined(sums, block_counts(n)))
-    return mean, None if np.isnan(error) else error
+    sums, counts = _merged(sums, block_counts(n), min(_MIN_BLOCKS, len(sums)))
+    mean, error = mean_error(sums, counts)
+    if np.isnan(error):
+        return mean, None, None
+    return mean, error, t_quantile(len(sums) - 1) * error
 
 
 def t_quantile(df: int) -> float:

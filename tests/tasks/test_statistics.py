@@ -159,6 +159,25 @@ def test_joined_blocks_have_256_tokens_if_eight_of_them_remain(n, n_block):
     assert len(statistics.joined(sums, counts, 256)[0]) == n_block
 
 
+def test_margin_of_a_difference_is_students_over_eight_blocks_of_the_text():
+    difference = np.random.default_rng(0).normal(size=2048)
+    error = difference.reshape(8, 256).mean(axis=1).std(ddof=1) / np.sqrt(8)
+    want = [difference.mean(), error, 2.3646 * error]
+    assert [*statistics.mean_of_text(statistics.block_sums(difference), 2048)] == pytest.approx(
+        want, rel=1e-4
+    )
+    assert statistics.mean_of_text(np.ones(1), 1) == (1, None, None)
+
+
+@pytest.mark.parametrize("reach", [1, 40])
+def test_differences_are_within_their_margin_about_95_percent_of_the_time(reach):
+    held = 0
+    for text in _texts(1000, 2047, reach):
+        mean, _, margin = statistics.mean_of_text(statistics.block_sums(text), len(text))
+        held += abs(mean) < margin
+    assert 0.935 < held / 1000 < 0.965
+
+
 def test_interval_of_a_perplexity_is_students_over_eight_blocks_of_a_short_text():
     nll = np.random.default_rng(0).normal(3, 1, size=1504)
     blocks = nll.reshape(8, 188)
