@@ -24,10 +24,7 @@ WIDEST = 120
 BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
 """Columns in which the best value is marked, and the functions that find it."""
 
-LEGEND = (
-    "to full, to best (other run of a budget): difference of nll +- half of its 95 % interval; "
-    '"=" means within it'
-)
+LEGEND = "to full, to best (other run of a budget): difference of nll +- half of its 95 % interval"
 MARKS = "{mark}: best of its budget"
 RANGE = "; in parentheses: 95 % interval of the perplexity"
 BYTES = (
@@ -89,16 +86,14 @@ def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[st
 
 
 def difference(record: dict[str, Any], name: str) -> Text:
-    """Format a difference and its margin. "=" replaces a difference within the margin."""
+    """Format a difference and its margin. It is dim if 0 is within the margin."""
     # records of earlier versions have no margin
     value, margin = record[name], record.get(f"{name}_margin")
     if value is None:
         return Text("-", "dim")
     if margin is None:
         return Text(f"{value:+.3f} +-?", "dim")
-    if abs(value) > margin:
-        return Text(f"{value:+.3f} +-{margin:.3f}")
-    return Text(f"= +-{margin:.3f}", "dim")
+    return Text(f"{value:+.3f} +-{margin:.3f}", "dim" if abs(value) <= margin else "")
 
 
 def _best(group: Sequence[Line]) -> dict[str, float]:
