@@ -310,6 +310,17 @@ def test_run_has_the_results_of_perplexity(common):
     assert seen[runs[1]][-1].nll == pytest.approx(h2o["nll"])
 
 
+def test_budget_bytes_of_rows_of_different_lengths_are_their_mean_at_the_peak(common):
+    runs = make(common, ["corm:window=8:history=8"], [])
+    (run,), (record,) = zip(*measured(common, runs)[0].items(), strict=True)
+    policy = policies.fit("corm", run.budget, int(run.options.evict_every), ["window=8", "history=8"])
+    with open_engine(common.options.model, policy, over_budget=False) as engine:
+        peak = max(engine.mean_kv for _ in perplexity.steps(engine, text(N)))
+        assert engine.mean_kv < peak < N
+    # f16 keys and values in two layers, with two heads of size 32
+    assert record["budget_bytes"] == peak * 2 * 2 * 2 * 32 * 2
+
+
 BREAKS = {
     "ends": ("import os; os._exit(3)", "exit status 3"),
     "raises": ("raise ValueError('no luck')", "no luck"),

@@ -28,7 +28,7 @@ LEGEND = "to full, to best (other run of a budget): difference of nll +- half of
 MARKS = "{mark}: best of its budget"
 RANGE = "; in parentheses: 95 % interval of the perplexity"
 BYTES = (
-    "budget: bytes of the budget's cells; "
+    "budget: bytes of the budget's cells, or of the mean row at its peak if rows differ in length\n"
     "cache: bytes allocated, in steps of 256 cells (64 if rows differ in length)"
 )
 
