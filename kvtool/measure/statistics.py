@@ -158,3 +158,17 @@ def item_interval(scores: np.ndarray, *, are_hits: bool) -> tuple[float, float] 
     z = NormalDist().inv_cdf(0.975)
     middle, half = mean + z * z / (2 * n), z * np.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
     return float(max(middle - half, 0) / (1 + z * z / n)), float(min((middle + half) / (1 + z * z / n), 1))
+
+
+def paired_interval(differences: np.ndarray, *, are_hits: bool) -> tuple[float, float] | tuple[None, None]:
+    """95 % interval of the mean of differences f64[n] between two runs' scores of the same items.
+
+    are_hits: see `item_interval`. For hits, the result is the interval of Bonett and Price (2012). It adds an
+    item with the difference 1 and an item with -1, so it has a width even if all differences are equal. A
+    single difference has no interval.
+    """
+    if len(differences) < 2 or not are_hits:
+        return item_interval(differences, are_hits=False)
+    added = np.append(differences, (1, -1))
+    half = NormalDist().inv_cdf(0.975) * added.std() / np.sqrt(len(added))
+    return float(max(added.mean() - half, -1)), float(min(added.mean() + half, 1))

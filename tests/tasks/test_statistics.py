@@ -119,6 +119,24 @@ def test_a_single_score_has_no_interval(are_hits):
     assert statistics.item_interval(np.ones(1), are_hits=are_hits) == (None, None)
 
 
+@pytest.mark.parametrize(("n", "gains", "losses"), [(10, 0, 0.2), (40, 0.05, 0.15), (100, 0.02, 0.02)])
+def test_paired_intervals_of_hits_contain_the_mean_95_percent_of_the_time(n, gains, losses):
+    rng, held = np.random.default_rng(0), 0
+    for draws in rng.random(size=(2000, n)):
+        differences = (draws < gains) * 1.0 - (draws > 1 - losses)
+        low, high = statistics.paired_interval(differences, are_hits=True)
+        held += low <= gains - losses <= high
+    assert held / 2000 > 0.94
+
+
+def test_paired_interval_of_equal_hits_has_a_width():
+    low, high = statistics.paired_interval(np.zeros(10), are_hits=True)
+    assert (low, high) == pytest.approx((-1.96 * np.sqrt(2 / 12 / 12), 1.96 * np.sqrt(2 / 12 / 12)), abs=1e-4)
+    assert statistics.paired_interval(-np.ones(10), are_hits=True)[0] == -1
+    assert statistics.paired_interval(np.zeros(10), are_hits=False) == (None, None)
+    assert statistics.paired_interval(np.zeros(1), are_hits=True) == (None, None)
+
+
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.9])
 def test_block_length_is_near_theory_for_an_autoregression(rho):
     n, rng, lengths = 4000, np.random.default_rng(0), []

@@ -366,6 +366,27 @@ def test_means_are_computed_per_score_and_per_group():
     assert [means["length"].n for means in groups.values()] == [2, 3]
 
 
+def test_differences_to_the_first_evaluation_are_paired_by_item(tmp_path):
+    path = tmp_path / "out.jsonl"
+    about = ABOUT | {"task_params": {"depths": (0.1, 0.5)}, "model_sha256": "m"}
+    # another task, and another model, are no baselines
+    measured(ITEMS, path, about | {"task": "other"})
+    measured(ITEMS, path, about | {"model_sha256": "n"})
+    assert measured(ITEMS[1:], path, about).differences() is None
+    # the item that the first evaluation has not answered does not count
+    results = measured(ITEMS, path, about | {"policy": "tova"})
+    for i, record in enumerate(results.records):
+        record["scores"] = {"length": record["scores"]["length"] + i}
+    baseline, found = results.differences()
+    assert baseline["policy"] == "h2o"
+    assert set(found) == {"length"}
+    half = 3.1824 * np.std([1, 2, 3, 4], ddof=1) / 2
+    assert (found["length"].mean, found["length"].n) == (2.5, 4)
+    assert (found["length"].low, found["length"].high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-4)
+    # the first evaluation is not compared, also if it is repeated later
+    assert measured(ITEMS[1:], path, about).differences() is None
+
+
 def test_interval_depends_on_the_kind_of_score():
     records = [{"scores": {"em": 1.0, "f1": 1.0}}] * 4
     means = of_items.means(records)
@@ -482,6 +503,21 @@ def test_resume_completes_an_unfinished_run(tiny_model, tmp_path):
     done, again = (called(*command, "--resume") for _ in range(2))
     assert done.stdout == again.stdout
     assert "passkey, 4 items" in done.stdout
+
+
+def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path):
+    command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--records", tmp_path / "out.jsonl", "--resume")
+    alone = called(*command, "--policy", "full").stdout
+    assert "minus" not in alone
+    second = (*command, "--policy", "h2o", "--budget", "25%")
+    title = "minus full (first in the file), over the same items:\n\nscore"
+    assert title in called(*second).stdout
+    summary = json.loads(called(*second, "--json").stdout.splitlines()[-1])
+    assert summary["first"] == {"policy": "full", "options": [], "budget": None}
+    found = summary["minus_first"]["found"]
+    assert found["n"] == 4
+    assert found["low"] < found["mean"] < found["high"]
+    assert called(*command, "--policy", "full").stdout == alone
 
 
 def test_needle_uses_the_chat_template_and_draws_a_plot(tiny_model, tmp_path):
