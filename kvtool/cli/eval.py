@@ -30,6 +30,8 @@ from kvtool.system.files import spare_folder
 from kvtool.system.texts import exists, is_stdin, json_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
@@ -439,9 +441,14 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         were, their = ("was", "its") if cut == 1 else ("were", "their")
         say(f"{cut} of {len(results)} prompts {were} too long; {their} middle was cut out")
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
+    compared = results.differences()
     if as_json:
         summary = {name: asdict(score) for name, score in means.items()}
         record = {"items": len(results), "summary": summary, "more": task.summary(results.records)}
+        if compared:
+            baseline, differences = compared
+            record["first"] = {name: baseline[name] for name in ("policy", "options", "budget")}
+            record["minus_first"] = {name: asdict(score) for name, score in differences.items()}
         if groups:
             record["by"] = [
                 dict(zip(task.by, values, strict=True)) | {name: asdict(mean) for name, mean in group.items()}
@@ -449,7 +456,7 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
             ]
         typer.echo(json_text({**results.about, **record}))
     else:
-        _print(task, results, means, groups)
+        _print(task, results, means, groups, compared)
     if plot:
         _plot(task, results, groups, next(iter(means), ""), plot)
 
@@ -458,14 +465,26 @@ def _items(n: int) -> str:
     return f"{n} item{'s' * (n != 1)}"
 
 
-def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Groups) -> None:
-    console, about = table_console(), results.about
-    policy = " ".join([about["policy"], *about["options"]])
+def _policy(about: Record) -> str:
     budget = f", budget {about['budget']}" if about["budget"] else ""
+    return " ".join([about["policy"], *about["options"]]) + budget
+
+
+def _print(
+    task: Task,
+    results: TaskResults,
+    means: dict[str, Mean],
+    groups: Groups,
+    compared: tuple[Record, dict[str, Mean]] | None,
+) -> None:
+    console, about = table_console(), results.about
     drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
-    console.print(f"{about['task']}, {_items(len(results))}, {about['model']}, {policy}{budget}{drawn}\n")
-    rows = [(name, *_mean_cells(score)) for name, score in means.items()]
-    console.print(table(("score", *_MEAN_COLUMNS), rows, 1))
+    console.print(f"{about['task']}, {_items(len(results))}, {about['model']}, {_policy(about)}{drawn}\n")
+    _print_means(console, means)
+    if compared:
+        baseline, differences = compared
+        console.print(f"\nminus {_policy(baseline)} (first in the file), over the same items:\n")
+        _print_means(console, differences)
     if more := task.summary(results.records):
         console.print()
         for name, value in more.items():
@@ -492,6 +511,11 @@ def _print(task: Task, results: TaskResults, means: dict[str, Mean], groups: Gro
             [str(name), *(f"{each.mean:.{digits}f}" if each else "" for each in of)] for name, of in lines
         ]
     console.print(table(head, cells, n_left))
+
+
+def _print_means(console: Console, means: dict[str, Mean]) -> None:
+    rows = [(name, *_mean_cells(score)) for name, score in means.items()]
+    console.print(table(("score", *_MEAN_COLUMNS), rows, 1))
 
 
 _MEAN_COLUMNS = ("mean", "95 % interval", "items")

@@ -152,18 +152,18 @@ def n_forgotten(engine: Engine) -> int:
 def watch(
     engine: Engine, tokens: np.ndarray, n_snapshot: int = 1, progress: Progress = lambda n: None
 ) -> Holdings:
-    """Read a text i32[n] into the engine's empty cache, with up to 255 equally spaced snapshots.
+    """Read a text i32[n] into the engine's empty cache, and take up to n_snapshot snapshots, at most 255.
 
-    The text is streamed as in `perplexity`, so that evictions follow the policy's schedule exactly. If the
-    engine reads the text as a whole instead, there is only one snapshot, after the eviction. Attention to an
-    archive is counted from the first eviction on. Raises the errors of Engine.step and Engine.read.
+    The text is streamed as in `perplexity`, so that evictions follow the policy's schedule exactly. Snapshots
+    are taken at ends of batches, about equally spaced. If the engine reads the text as a whole instead, there
+    is only one snapshot, after the eviction. Attention to an archive is counted from the first eviction on.
+    Raises the errors of Engine.step and Engine.read.
     """
     n = len(tokens)
-    whole = engine.reads_whole(n)
-    ends = np.array([n]) if whole else np.unique(-(-np.arange(1, n_snapshot + 1) * n // n_snapshot))
     rows = engine.cells()
     until = np.zeros((len(rows.live), n), np.uint8)
-    archived = np.zeros((len(ends), 2), np.int64)
+    ends: list[int] = []
+    archived: list[tuple[int, int]] = []
     archive, recall = engine.context.archive, engine.policy.recall
     attended = None
     if archive and recall:
@@ -176,21 +176,26 @@ def watch(
         progress(engine.n_past)
         return False
 
-    for snapshot, end in enumerate(ends.tolist()):
-        if whole:
-            engine.read(tokens, stopped=stopped)
-        first = engine.n_past
-        for part in engine.steps(tokens[first:end], every=False):
+    def take_snapshot() -> None:
+        ends.append(engine.n_past)
+        until[_held(engine)] = len(ends)
+        span = _archived(engine)
+        archived.append((span.start, span.stop))
+
+    if engine.reads_whole(n):
+        engine.read(tokens, stopped=stopped)
+        take_snapshot()
+    else:
+        for part in engine.steps(tokens, every=False):
             progress(engine.n_past)
             if archive and attended:
-                queries = slice(first + part.start, first + part.stop)
-                attended.add(*archive.attended(len(until), n_traced), queries)
-        until[_held(engine)] = snapshot + 1
-        span = _archived(engine)
-        archived[snapshot] = span.start, span.stop
+                attended.add(*archive.attended(len(until), n_traced), part)
+            # take a snapshot if this batch has completed another of n_snapshot equal parts of the text
+            if part.stop * n_snapshot // n > part.start * n_snapshot // n:
+                take_snapshot()
     if attended and not attended.n_query:
         attended = None
-    return Holdings(rows.layer, rows.head, ends, until, archived, attended)
+    return Holdings(rows.layer, rows.head, np.array(ends), until, np.array(archived), attended)
 
 
 def texts(model: Model, tokens: np.ndarray) -> list[str]:

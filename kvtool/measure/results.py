@@ -12,7 +12,7 @@ from kvtool.measure import records
 from kvtool.measure.grid import KEY, Common, Run, identity
 from kvtool.measure.statistics import mean_of_text
 
-_AGAINST_BEST = ("best_other", "nll_minus_best", "nll_minus_best_stderr")
+_AGAINST_BEST = ("best_other", "nll_minus_best", "nll_minus_best_stderr", "nll_minus_best_margin")
 """Fields that compare a run with the best other run of its group."""
 
 
@@ -94,7 +94,7 @@ class ComparisonResults:
     def _against_best(self, run: Run) -> dict[str, Any]:
         """Return the fields that compare a run's nll with that of the best other run of its group.
 
-        The difference and its error are computed from the nll of blocks of tokens.
+        The difference, its error and its margin are computed from the nll of blocks of tokens.
         """
         others = [
             (self.of_run[other]["nll"], i)
@@ -108,8 +108,8 @@ class ComparisonResults:
             return dict.fromkeys(_AGAINST_BEST)
         best = self.grid[min(others)[1]]
         record, other = self.of_run[run], self.of_run[best]
-        mean, error = mean_of_text(np.subtract(record["nll_blocks"], other["nll_blocks"]), record["n_scored"])
-        return dict(zip(_AGAINST_BEST, (best.label, mean, error), strict=True))
+        mean = mean_of_text(np.subtract(record["nll_blocks"], other["nll_blocks"]), record["n_scored"])
+        return dict(zip(_AGAINST_BEST, (best.label, *mean), strict=True))
 
 
 def _rank(record: Mapping[str, Any] | None) -> int:

@@ -86,12 +86,13 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
                 else closing(divergence.ReferenceReader(*reference))
             )
         with against as scores:
-            parts, n, total, kv_peak_bytes = [], 0, 0.0, engine.cache_bytes
+            parts, n, total, kv_peak_bytes, peak_kv = [], 0, 0.0, engine.cache_bytes, 0.0
             start, cpu = time.perf_counter(), time.process_time()
             for nll in perplexity.steps(engine, tokens, scores.score if scores else perplexity.nll_of):
                 parts.append(nll)
                 n, total = n + len(nll), total + float(nll.sum())
                 kv_peak_bytes = max(kv_peak_bytes, engine.cache_bytes)
+                peak_kv = max(peak_kv, engine.mean_kv)
                 report(n, total)
             seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         held = {name: value for name, value in describe(engine, run.policy).items() if name in _HELD}
@@ -102,7 +103,7 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
             "plan_s": engine.cache.plan_s,
             "edit_s": engine.cache.edit_s,
             "kv_peak_bytes": kv_peak_bytes,
-            "budget_bytes": budget_bytes(engine),
+            "budget_bytes": budget_bytes(engine, peak_kv),
             **held,
             "archive_file": job.options.archive_file if engine.context.archive else None,
             "peak_rss_bytes": peak_rss_bytes(),
@@ -112,13 +113,13 @@ def measure(job: RunInput, report: Report = lambda n, nll: None) -> dict[str, An
 _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
-def budget_bytes(engine: Engine) -> int:
+def budget_bytes(engine: Engine, peak_kv: float = 0.0) -> int:
     """Size of keys and values in all rows, in bytes, if each row uses all cells of its budget.
 
-    If rows keep different numbers of cells, only their live cells are counted. llama.cpp's padding is not
-    counted.
+    If rows keep different numbers of cells, the budget is only a cap. A row is then counted as peak_kv cells:
+    the largest mean number of cells during the run. llama.cpp's padding is not counted.
     """
-    n = engine.mean_kv if engine.policy.ragged else engine.policy.budget
+    n = peak_kv if engine.policy.ragged else engine.policy.budget
     return round(sum(_cell_bytes(engine)) * n)
 
 
@@ -159,8 +160,8 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     names = ("nll_minus_full", "kl", "top1")
     values = (nll - scores.nll, scores.kl, scores.same.astype(np.float64)) if scores else (None,) * 3
     for name, of_tokens in zip(names, values, strict=True):
-        pair = (None, None) if of_tokens is None else mean_of_text(block_sums(of_tokens), n)
-        record |= zip((name, f"{name}_stderr"), pair, strict=True)
+        mean = (None,) * 3 if of_tokens is None else mean_of_text(block_sums(of_tokens), n)
+        record |= zip((name, f"{name}_stderr", f"{name}_margin"), mean, strict=True)
     return record
 
 

@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 _MIN_BLOCKS = 8
-"""Minimum number of blocks for an estimate of their spread."""
+"""Minimum number of blocks for an estimate of their spread. Differences of two runs have this many blocks."""
 
 
 def perplexity_of(nll: float) -> float:
@@ -81,8 +81,12 @@ def joined(sums: np.ndarray, counts: np.ndarray, n_min: int = 1) -> tuple[np.nda
         return sums, counts
     length = block_length(sums - sums.sum() / counts.sum() * counts)
     length = max(length, n_min * n / counts.sum())
-    n_block = int(np.clip(n / length, _MIN_BLOCKS, n))
-    starts = np.arange(n_block) * n // n_block
+    return _merged(sums, counts, int(np.clip(n / length, _MIN_BLOCKS, n)))
+
+
+def _merged(sums: np.ndarray, counts: np.ndarray, n_block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Join adjacent blocks so that n_block blocks of about equal length remain."""
+    starts = np.arange(n_block) * len(sums) // n_block
     return np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
 
 
@@ -102,14 +106,17 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     return float(mean), float(np.sqrt((residuals**2).sum() * n_block / (n_block - 1)) / n)
 
 
-def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
-    """Mean per token of a text of n tokens, and the standard error of this mean.
+def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None, float | None]:
+    """Mean per token of a text of n tokens, its standard error, and the margin: half of its 95 % interval.
 
-    sums: f64[block], sum of each block. Blocks that depend on each other are joined first. If there is only
-    one block, the error is None.
+    sums: f64[block], sum of each block. They are joined into eight blocks. In all runs of a text, these have
+    the same tokens. If there is only one block, error and margin are None.
     """
-    mean, error = mean_error(*joined(sums, block_counts(n)))
-    return mean, None if np.isnan(error) else error
+    sums, counts = _merged(sums, block_counts(n), min(_MIN_BLOCKS, len(sums)))
+    mean, error = mean_error(sums, counts)
+    if np.isnan(error):
+        return mean, None, None
+    return mean, error, t_quantile(len(sums) - 1) * error
 
 
 def t_quantile(df: int) -> float:
@@ -151,3 +158,17 @@ def item_interval(scores: np.ndarray, *, are_hits: bool) -> tuple[float, float] 
     z = NormalDist().inv_cdf(0.975)
     middle, half = mean + z * z / (2 * n), z * np.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
     return float(max(middle - half, 0) / (1 + z * z / n)), float(min((middle + half) / (1 + z * z / n), 1))
+
+
+def paired_interval(differences: np.ndarray, *, are_hits: bool) -> tuple[float, float] | tuple[None, None]:
+    """95 % interval of the mean of differences f64[n] between two runs' scores of the same items.
+
+    are_hits: see `item_interval`. For hits, the result is the interval of Bonett and Price (2012). It adds an
+    item with the difference 1 and an item with -1, so it has a width even if all differences are equal. A
+    single difference has no interval.
+    """
+    if len(differences) < 2 or not are_hits:
+        return item_interval(differences, are_hits=False)
+    added = np.append(differences, (1, -1))
+    half = NormalDist().inv_cdf(0.975) * added.std() / np.sqrt(len(added))
+    return float(max(added.mean() - half, -1)), float(min(added.mean() + half, 1))

@@ -13,7 +13,7 @@ class RankedKeys(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted; 1 or more.
+        Newest tokens, kept if pinned tokens leave room; 1 or more.
     """
 
     budget: int

@@ -51,7 +51,7 @@ class BumbleBee(Policy):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: half of the kept tokens.
+        Newest tokens, kept if pinned tokens leave room. Default: half of the kept tokens.
     mixture
         Weight of the keys' diversity in the objective, from 0 to 1. Attention has the weight 1 - mixture.
     phi

@@ -57,8 +57,8 @@ class BUZZ(Policy):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: a share of the budget by Theorem 3.1. If a threshold is given,
-        the default is the rest of the budget.
+        Newest tokens, kept if pinned tokens leave room. Default: a share of the budget by Theorem 3.1. If a
+        threshold is given, the default is the rest of the budget.
     threshold
         Maximum number of tokens between sinks and window.
     stride

@@ -39,8 +39,8 @@ class CORM(Policy):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: as many as `history`, or half of the kept tokens if that is
-        less.
+        Newest tokens, kept if pinned tokens leave room. Default: as many as `history`, or half of the kept
+        tokens if that is less.
     history
         Number of newest queries that can make a token important.
     t

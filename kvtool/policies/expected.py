@@ -38,7 +38,8 @@ class Expected(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 32, or half of the kept tokens if that is less.
+        Newest tokens, kept if pinned tokens leave room. Default: 32, or half of the kept tokens if that is
+        less.
     sinks
         First tokens, never evicted. Their queries are left out of the model of later queries.
     queries

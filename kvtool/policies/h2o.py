@@ -31,7 +31,7 @@ class H2O(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: half of the kept tokens.
+        Newest tokens, kept if pinned tokens leave room. Default: half of the kept tokens.
     score
         "sum": the sum of a token's attention. "mean": this sum divided by the steps that the token has lived.
     per

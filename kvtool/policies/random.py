@@ -20,7 +20,7 @@ class Random(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: half of the kept tokens.
+        Newest tokens, kept if pinned tokens leave room. Default: half of the kept tokens.
     seed
         Seed of the choice.
     """

@@ -43,8 +43,8 @@ class RKV(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted; their queries decide which tokens are important. Default: 8, or half of
-        the kept tokens if that is less.
+        Newest tokens, kept if pinned tokens leave room; their queries decide which tokens are important.
+        Default: 8, or half of the kept tokens if that is less.
     mixture
         Weight of importance, from 0 to 1. Redundancy has the weight 1 - mixture.
     kernel

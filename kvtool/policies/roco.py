@@ -29,7 +29,8 @@ class RoCo(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 10, but at most half of the kept tokens that are not sinks.
+        Newest tokens, kept if pinned tokens leave room. Default: 10, but at most half of the kept tokens that
+        are not sinks.
     keep_std
         Number of tokens outside sinks and window that are kept because the standard deviation of their
         attention is high. Default: three tenths of the kept tokens, minus the window.

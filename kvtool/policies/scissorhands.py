@@ -35,7 +35,8 @@ class Scissorhands(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: the paper's 10, or half of the kept tokens if that is less.
+        Newest tokens, kept if pinned tokens leave room. Default: the paper's 10, or half of the kept tokens
+        if that is less.
     history
         Number of newest queries whose low scores are counted; 400 in the paper.
     """

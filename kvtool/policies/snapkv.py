@@ -29,8 +29,8 @@ class SnapKV(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted; their queries vote. Default: 32, or half of the kept tokens if that is
-        less.
+        Newest tokens, kept if pinned tokens leave room; their queries vote. Default: 32, or half of the kept
+        tokens if that is less.
     kernel
         Number of neighbours that are pooled: an odd number, 1 for no pooling.
     pool

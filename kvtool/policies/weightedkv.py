@@ -40,7 +40,8 @@ class WeightedKV(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted; 1 or more. Default: half of the kept tokens, minus the sinks.
+        Newest tokens, kept if pinned tokens leave room; 1 or more. Default: half of the kept tokens, minus
+        the sinks.
     merge
         Merge the values of evicted tokens. If false, drop the values, like the evicting variant in the
         paper's Figure 4.

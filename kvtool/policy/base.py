@@ -36,7 +36,7 @@ class Policy:
     sinks
         First tokens, never evicted.
     window
-        Newest tokens, never evicted.
+        Newest tokens, kept if pinned tokens leave room.
     reads
         Signals that the policy needs.
     n_query
@@ -183,7 +183,7 @@ class Policy:
 
     @property
     def exempt(self) -> tuple[int, int]:
-        """Number of sinks, and number of window tokens. These tokens are never evicted."""
+        """Number of sinks, which are never evicted, and of window tokens. Pinned tokens shrink the window."""
         return getattr(self, "sinks", 0), getattr(self, "window", 0)
 
     def request(self) -> SignalRequest:

@@ -7,14 +7,13 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
 from kvtool.errors import InputError
 from kvtool.llama.model import Model
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Item, ScoredAnswer, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task, in_turn
 
 _END = re.compile(r"(?<=[.!?])\s+")
 
@@ -62,9 +61,10 @@ class Haystack(Task):
         """Return the start of a prompt, its fact, its end, and the words that the answer must contain."""
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        """Return prompts of all lengths and depths in turn."""
         filler = sentences_of(files) if files or self.needs_files else sentences(FILLER)
         items = []
-        for length, depth, number in product(self.lengths, self.depths, range(self.repeats)):
+        for length, depth, number in in_turn(self.lengths, self.depths, self.repeats):
             name = f"{length}-{depth:g}-{number}"
             rng = random.Random(f"{self.seed} {name}")
             start, fact, end, words = self.parts(rng)

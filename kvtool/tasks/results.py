@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from kvtool.tasks.task import Item, Task
 
 _HITS = {"acc", "acc_norm", "em", "found", "string_match", "subspan_em"}
 """Scores whose values are 1 for a hit, 0 for a miss, or the share of several hits."""
+
+_SAME_TASK = ("task", "task_params", "chat", "max_prompt", "temp", "seed", "model_sha256")
+"""Fields that two evaluations must share to be compared item by item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,11 @@ class TaskResults:
         if len(self._items) < len(items):
             raise InputError("two items of the task have the same id and text; remove one")
         self._found: dict[str, Record] = {}
+        self._first: list[Record] = []
         if path:
             stored = {records.key(record, self._names): record for record in records.read(path)}
             self._found = {key: stored[key] for key in self._items if key in stored}
+            self._first = _first_of_task(stored.values(), about)
         self._half_done = one_stream and 0 < len(self._found) < len(items)
         if self._half_done:
             self._found = {}
@@ -122,6 +127,21 @@ class TaskResults:
             self._found[key] = record
             yield record
 
+    def differences(self) -> tuple[Record, dict[str, Mean]] | None:
+        """Compare with the first evaluation of the task in the file, over the items that both have answered.
+
+        Return a record of the first evaluation, and the mean difference of each score. Return None if there
+        is no earlier evaluation with these items.
+        """
+        before = {_item(record): record["scores"] for record in self._first}
+        pairs = [(record["scores"], before.get(_item(record), {})) for record in self.records]
+        found = {}
+        for name in scores(self.records):
+            values = [ours[name] - first[name] for ours, first in pairs if name in ours and name in first]
+            if values:
+                found[name] = _mean(name, values, statistics.paired_interval)
+        return (self._first[0], found) if found else None
+
     def _what(self, item: Item) -> dict[str, Any]:
         """Fields that identify an item's record. The hash is needed if two files have equal ids."""
         parts = [item.prompt, list(item.references), list(item.choices), *filter(None, [item.opening])]
@@ -131,11 +151,28 @@ class TaskResults:
 
 def means(finished: Sequence[Record]) -> dict[str, Mean]:
     """Mean of each score, by name."""
-    found = {}
-    for name, values in scores(finished).items():
-        low, high = statistics.item_interval(np.array(values), are_hits=name in _HITS)
-        found[name] = Mean(float(np.mean(values)), low, high, len(values))
-    return found
+    return {name: _mean(name, of, statistics.item_interval) for name, of in scores(finished).items()}
+
+
+def _mean(name: str, values: list[float], interval: Callable[..., tuple[Any, Any]]) -> Mean:
+    low, high = interval(np.array(values), are_hits=name in _HITS)
+    return Mean(float(np.mean(values)), low, high, len(values))
+
+
+def _item(record: Record) -> tuple[str, str]:
+    """Return the fields that identify a record's item in all evaluations."""
+    return record["id"], record["item_sha256"]
+
+
+def _first_of_task(stored: Iterable[Record], about: Record) -> list[Record]:
+    """Return the records of a file's first evaluation of the task. [] if this is the evaluation `about`."""
+    task = records.key(about, _SAME_TASK)
+    evaluations = defaultdict(list)
+    for record in stored:
+        if records.key(record, _SAME_TASK) == task:
+            evaluations[records.key(record, about)].append(record)
+    key, first = next(iter(evaluations.items()), ("", []))
+    return [] if key == records.key(about, about) else first
 
 
 def scores(finished: Sequence[Record]) -> dict[str, list[float]]:

@@ -27,7 +27,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
@@ -42,7 +41,7 @@ from kvtool.tasks._ruler.sources import Sources
 from kvtool.tasks._ruler.subtask import SampleSpec
 from kvtool.tasks._ruler.variables import Variables
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Item, ScoredAnswer, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task, in_turn
 
 PARTS = {
     "niah_single_1": Needles("noise"),
@@ -131,12 +130,12 @@ class Ruler(Task):
         return [name for name in PARTS if not self.tasks or name in self.tasks]
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """Return samples of RULER's tasks in turn: the first n items have about equally many of each task."""
+        """Return samples of all lengths and of RULER's tasks in turn."""
         if files:
             raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
         sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
         items = []
-        for length, number, name in product(self.lengths, range(self.repeats), self._names):
+        for length, name, number in in_turn(self.lengths, self._names, self.repeats):
             sample = PARTS[name].longest(SampleSpec(name, number, length, self.seed), sources)
             items.append(
                 Item(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvtool.tasks import data
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.tasks.reader import Reader
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +149,15 @@ class RecordTask(Task):
                 name = f"{data.stem(path)}-{number}{item.id}"
                 items.append(replace(item, id=name, about=about | item.about))
         return items
+
+
+def in_turn(first: Sequence[A], second: Sequence[B], repeats: int) -> Iterator[tuple[A, B, int]]:
+    """Yield every pair of values of two lists `repeats` times. Also yield the number of the repetition.
+
+    The values of each list take turns, so that the first items of a task are spread over its grid.
+    """
+    n, m = len(first), len(second)
+    for number in range(repeats):
+        for i in range(n * m):
+            # after lcm(n, m) pairs, the same pairs would follow: shift the second list by one
+            yield first[i % n], second[(i + i // math.lcm(n, m)) % m], number

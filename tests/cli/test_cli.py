@@ -256,7 +256,9 @@ def test_policies_explains_every_parameter():
         assert all(text.endswith(".") for text in policy["explained"].values()), policy["name"]
     (h2o,) = json.loads(called("policies", "h2o", "--json").stdout)
     assert h2o["explained"]["sinks"] == "First tokens, never evicted."
-    assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of the kept tokens."
+    assert h2o["explained"]["window"] == (
+        "Newest tokens, kept if pinned tokens leave room. Default: half of the kept tokens."
+    )
     # in the docstring, this text spans two lines
     whole = "of a unit add up their scores and keep the same tokens."
     assert h2o["explained"]["per"].endswith(whole)

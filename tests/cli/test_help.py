@@ -122,7 +122,7 @@ def test_json_and_plot_mean_the_same_in_every_command():
 
 
 def test_ranges_are_shown_in_words():
-    assert "Points in time that --html can show (1 to 255). [default: 32]" in shown_by("inspect")
+    assert "Maximum points in time that --html can show (1 to 255). [default: 32]" in shown_by("inspect")
     assert "Port to listen on (0 to 65535). [default: 8080]" in shown_by("serve")
 
 

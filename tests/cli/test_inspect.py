@@ -373,7 +373,7 @@ def test_inspect_writes_page_picture_and_json(tiny_model, tmp_path):
     # streamingllm keeps the first 4 tokens and the newest tokens
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
     assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
-    assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]
+    assert data_of((tmp_path / "o.html").read_text())["ends"] == [32, 40, 64, 80, 100]
     assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["wrote", "wrote"]
 

@@ -200,9 +200,8 @@ def test_nll_minus_best_compares_with_the_best_other_run_of_the_budget(common):
         best = min(others, key=lambda other: sum(sums[other]))
         assert by_run[run]["best_other"] == best.label
         difference = np.subtract(sums[run], sums[best])
-        mean, error = statistics.mean_error(*statistics.joined(difference, statistics.block_counts(N - 1)))
-        assert by_run[run]["nll_minus_best"] == mean
-        assert by_run[run]["nll_minus_best_stderr"] == error
+        names = [f"nll_minus_best{end}" for end in ("", "_stderr", "_margin")]
+        assert [by_run[run][name] for name in names] == [*statistics.mean_of_text(difference, N - 1)]
     # files of earlier versions have these fields, although they depend on the other runs of a command
     results.of_run, others = dict(results.compared()[:4]), [dict(by_run[run]) for run in runs[4:]]
     results.others = others
@@ -302,16 +301,24 @@ def test_run_has_the_results_of_perplexity(common):
     assert 0 < h2o["top1"] < 1
     assert h2o["plan_s"] > 0 < h2o["edit_s"]
     sums = statistics.block_sums(nll[runs[1]] - nll[runs[0]])
-    mean, error = statistics.mean_error(*statistics.joined(sums, statistics.block_counts(N - 1)))
-    assert (h2o["nll_minus_full"], h2o["nll_minus_full_stderr"]) == (
-        pytest.approx(mean),
-        pytest.approx(error),
-    )
+    names = [f"nll_minus_full{end}" for end in ("", "_stderr", "_margin")]
+    assert [h2o[name] for name in names] == pytest.approx([*statistics.mean_of_text(sums, N - 1)])
     # 256 cells are allocated for the budget of 64. Each has f16 keys and values in two layers, with two heads
     # of size 32
     assert h2o["kv_bytes"] == 4 * h2o["budget_bytes"] == 256 * 2 * 2 * 2 * 32 * 2
     assert [event.n for event in seen[runs[1]]][-1] == N - 1
     assert seen[runs[1]][-1].nll == pytest.approx(h2o["nll"])
+
+
+def test_budget_bytes_of_rows_of_different_lengths_are_their_mean_at_the_peak(common):
+    runs = make(common, ["corm:window=8:history=8"], [])
+    (run,), (record,) = zip(*measured(common, runs)[0].items(), strict=True)
+    policy = policies.fit("corm", run.budget, int(run.options.evict_every), ["window=8", "history=8"])
+    with open_engine(common.options.model, policy, over_budget=False) as engine:
+        peak = max(engine.mean_kv for _ in perplexity.steps(engine, text(N)))
+        assert engine.mean_kv < peak < N
+    # f16 keys and values in two layers, with two heads of size 32
+    assert record["budget_bytes"] == peak * 2 * 2 * 2 * 32 * 2
 
 
 BREAKS = {

@@ -119,6 +119,24 @@ def test_a_single_score_has_no_interval(are_hits):
     assert statistics.item_interval(np.ones(1), are_hits=are_hits) == (None, None)
 
 
+@pytest.mark.parametrize(("n", "gains", "losses"), [(10, 0, 0.2), (40, 0.05, 0.15), (100, 0.02, 0.02)])
+def test_paired_intervals_of_hits_contain_the_mean_95_percent_of_the_time(n, gains, losses):
+    rng, held = np.random.default_rng(0), 0
+    for draws in rng.random(size=(2000, n)):
+        differences = (draws < gains) * 1.0 - (draws > 1 - losses)
+        low, high = statistics.paired_interval(differences, are_hits=True)
+        held += low <= gains - losses <= high
+    assert held / 2000 > 0.94
+
+
+def test_paired_interval_of_equal_hits_has_a_width():
+    low, high = statistics.paired_interval(np.zeros(10), are_hits=True)
+    assert (low, high) == pytest.approx((-1.96 * np.sqrt(2 / 12 / 12), 1.96 * np.sqrt(2 / 12 / 12)), abs=1e-4)
+    assert statistics.paired_interval(-np.ones(10), are_hits=True)[0] == -1
+    assert statistics.paired_interval(np.zeros(10), are_hits=False) == (None, None)
+    assert statistics.paired_interval(np.zeros(1), are_hits=True) == (None, None)
+
+
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.9])
 def test_block_length_is_near_theory_for_an_autoregression(rho):
     n, rng, lengths = 4000, np.random.default_rng(0), []
@@ -157,6 +175,25 @@ def test_joined_blocks_have_256_tokens_if_eight_of_them_remain(n, n_block):
     sums, counts = statistics.block_sums(values), statistics.block_counts(n)
     assert len(statistics.joined(sums, counts)[0]) > n_block
     assert len(statistics.joined(sums, counts, 256)[0]) == n_block
+
+
+def test_margin_of_a_difference_is_students_over_eight_blocks_of_the_text():
+    difference = np.random.default_rng(0).normal(size=2048)
+    error = difference.reshape(8, 256).mean(axis=1).std(ddof=1) / np.sqrt(8)
+    want = [difference.mean(), error, 2.3646 * error]
+    assert [*statistics.mean_of_text(statistics.block_sums(difference), 2048)] == pytest.approx(
+        want, rel=1e-4
+    )
+    assert statistics.mean_of_text(np.ones(1), 1) == (1, None, None)
+
+
+@pytest.mark.parametrize("reach", [1, 40])
+def test_differences_are_within_their_margin_about_95_percent_of_the_time(reach):
+    held = 0
+    for text in _texts(1000, 2047, reach):
+        mean, _, margin = statistics.mean_of_text(statistics.block_sums(text), len(text))
+        held += abs(mean) < margin
+    assert 0.935 < held / 1000 < 0.965
 
 
 def test_interval_of_a_perplexity_is_students_over_eight_blocks_of_a_short_text():

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -27,7 +27,7 @@ from kvtool.measure import perplexity, records
 from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Item, ScoredAnswer, Task
+from kvtool.tasks.task import Item, ScoredAnswer, Task, in_turn
 from tests import forked
 from tests.cli.called import called
 from tests.cli.test_cli import KVTOOL
@@ -234,6 +234,24 @@ def test_fact_is_hidden_at_its_depth_in_a_prompt_of_the_given_length(tiny_model,
     assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 13), (2, 5), (2, 4), (3, 3), (6, 4)])
+def test_first_items_are_spread_over_the_grid(n, m):
+    cells = list(in_turn(range(n), range(m), 2))
+    assert sorted(cells) == [(i, j, number) for i in range(n) for j in range(m) for number in range(2)]
+    assert [number for *_, number in cells] == [0] * (n * m) + [1] * (n * m)
+    for limit in range(1, len(cells)):
+        for axis, size in enumerate((n, m)):
+            asked = np.bincount([cell[axis] for cell in cells[:limit]], minlength=size)
+            assert np.ptp(asked) <= 1
+
+
+@pytest.mark.parametrize(("name", "more"), [("passkey", []), ("ruler", ["tasks=niah_multikey_3,fwe"])])
+def test_first_two_items_have_different_lengths(tiny_model, name, more):
+    task = tasks.make(name, ["lengths=2000,2500", *more])
+    with closing(Model(tiny_model())) as model:
+        assert [item.about["length"] for item in task.items([], model)[:2]] == [2000, 2500]
+
+
 def test_length_too_short_for_the_fact_is_refused(tiny_model):
     model = Model(tiny_model())
     with pytest.raises(InputError, match="choose greater lengths"):
@@ -348,6 +366,27 @@ def test_means_are_computed_per_score_and_per_group():
     assert [means["length"].n for means in groups.values()] == [2, 3]
 
 
+def test_differences_to_the_first_evaluation_are_paired_by_item(tmp_path):
+    path = tmp_path / "out.jsonl"
+    about = ABOUT | {"task_params": {"depths": (0.1, 0.5)}, "model_sha256": "m"}
+    # another task, and another model, are no baselines
+    measured(ITEMS, path, about | {"task": "other"})
+    measured(ITEMS, path, about | {"model_sha256": "n"})
+    assert measured(ITEMS[1:], path, about).differences() is None
+    # the item that the first evaluation has not answered does not count
+    results = measured(ITEMS, path, about | {"policy": "tova"})
+    for i, record in enumerate(results.records):
+        record["scores"] = {"length": record["scores"]["length"] + i}
+    baseline, found = results.differences()
+    assert baseline["policy"] == "h2o"
+    assert set(found) == {"length"}
+    half = 3.1824 * np.std([1, 2, 3, 4], ddof=1) / 2
+    assert (found["length"].mean, found["length"].n) == (2.5, 4)
+    assert (found["length"].low, found["length"].high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-4)
+    # the first evaluation is not compared, also if it is repeated later
+    assert measured(ITEMS[1:], path, about).differences() is None
+
+
 def test_interval_depends_on_the_kind_of_score():
     records = [{"scores": {"em": 1.0, "f1": 1.0}}] * 4
     means = of_items.means(records)
@@ -459,11 +498,26 @@ def test_resume_completes_an_unfinished_run(tiny_model, tmp_path):
     first = out.read_bytes()
     assert called(*command, "--resume").returncode == 0
     assert out.read_bytes().startswith(first)
-    ids = ["400-0.2-0", "400-0.2-1", "400-0.8-0", "400-0.8-1"]
+    ids = ["400-0.2-0", "400-0.8-0", "400-0.2-1", "400-0.8-1"]
     assert [record["id"] for record in records.read(out)] == ids
     done, again = (called(*command, "--resume") for _ in range(2))
     assert done.stdout == again.stdout
     assert "passkey, 4 items" in done.stdout
+
+
+def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path):
+    command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--records", tmp_path / "out.jsonl", "--resume")
+    alone = called(*command, "--policy", "full").stdout
+    assert "minus" not in alone
+    second = (*command, "--policy", "h2o", "--budget", "25%")
+    title = "minus full (first in the file), over the same items:\n\nscore"
+    assert title in called(*second).stdout
+    summary = json.loads(called(*second, "--json").stdout.splitlines()[-1])
+    assert summary["first"] == {"policy": "full", "options": [], "budget": None}
+    found = summary["minus_first"]["found"]
+    assert found["n"] == 4
+    assert found["low"] < found["mean"] < found["high"]
+    assert called(*command, "--policy", "full").stdout == alone
 
 
 def test_needle_uses_the_chat_template_and_draws_a_plot(tiny_model, tmp_path):

@@ -24,14 +24,11 @@ WIDEST = 120
 BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
 """Columns in which the best value is marked, and the functions that find it."""
 
-LEGEND = (
-    "to full, to best (other run of a budget): nll +- two standard errors; "
-    '"=" means within two standard errors'
-)
+LEGEND = "to full, to best (other run of a budget): difference of nll +- half of its 95 % interval"
 MARKS = "{mark}: best of its budget"
 RANGE = "; in parentheses: 95 % interval of the perplexity"
 BYTES = (
-    "budget: bytes of the budget's cells; "
+    "budget: bytes of the budget's cells, or of the mean row at its peak if rows differ in length\n"
     "cache: bytes allocated, in steps of 256 cells (64 if rows differ in length)"
 )
 
@@ -89,15 +86,14 @@ def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[st
 
 
 def difference(record: dict[str, Any], name: str) -> Text:
-    """Format a difference and two standard errors. "=" replaces a difference within two standard errors."""
-    value, error = record[name], record[f"{name}_stderr"]
+    """Format a difference and its margin. It is dim if 0 is within the margin."""
+    # records of earlier versions have no margin
+    value, margin = record[name], record.get(f"{name}_margin")
     if value is None:
         return Text("-", "dim")
-    if error is None:
+    if margin is None:
         return Text(f"{value:+.3f} +-?", "dim")
-    if abs(value) > 2 * error:
-        return Text(f"{value:+.3f} +-{2 * error:.3f}")
-    return Text(f"= +-{2 * error:.3f}", "dim")
+    return Text(f"{value:+.3f} +-{margin:.3f}", "dim" if abs(value) <= margin else "")
 
 
 def _best(group: Sequence[Line]) -> dict[str, float]:

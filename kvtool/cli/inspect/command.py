@@ -51,7 +51,7 @@ class _InspectOptions(Options):
         "--max-tokens N", None, "Use only the first N tokens of the text.", minimum=2, default_text="all"
     )
     snapshots: int = option(
-        "--snapshots N", 32, "Points in time that --html can show.", minimum=1, maximum=255
+        "--snapshots N", 32, "Maximum points in time that --html can show.", minimum=1, maximum=255
     )
     last: int | None = option(
         "--last N",
