@@ -142,6 +142,8 @@ class PolicyRow:
             n_threads=n_threads,
             type_k=self.type_kv,
             type_v=self.type_kv,
+            # kvtool's default without a GPU
+            archive_type="iq4_nl",
             prefill="whole" if self.is_shared else None,
             # a row that starts from a full cache has room in its budget for the question and the answer
             over_budget=not self.is_shared,
