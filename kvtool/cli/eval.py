@@ -417,6 +417,8 @@ def _list(*, as_json: bool) -> None:
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return "null"
     return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -446,8 +448,7 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         summary = {name: asdict(score) for name, score in means.items()}
         record = {"items": len(results), "summary": summary, "more": task.summary(results.records)}
         if compared:
-            baseline, differences = compared
-            record["first"] = {name: baseline[name] for name in ("policy", "options", "budget")}
+            record["first"], differences = compared
             record["minus_first"] = {name: asdict(score) for name, score in differences.items()}
         if groups:
             record["by"] = [
@@ -477,13 +478,17 @@ def _print(
     groups: Groups,
     compared: tuple[Record, dict[str, Mean]] | None,
 ) -> None:
+    from kvtool.tasks.results import POLICY
+
     console, about = table_console(), results.about
     drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
     console.print(f"{about['task']}, {_items(len(results))}, {about['model']}, {_policy(about)}{drawn}\n")
     _print_means(console, means)
     if compared:
         baseline, differences = compared
-        console.print(f"\nminus {_policy(baseline)} (first in the file), over the same items:\n")
+        others = {name: value for name, value in baseline.items() if name not in POLICY}
+        differing = "".join(f", {name} {_shown(value)}" for name, value in others.items())
+        console.print(f"\nminus {_policy(baseline)}{differing} (first in the file), over the same items:\n")
         _print_means(console, differences)
     if more := task.summary(results.records):
         console.print()

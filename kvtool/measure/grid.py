@@ -7,7 +7,7 @@ result of a run depends. They identify the run, so that an interrupted compariso
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -118,6 +118,7 @@ def runs(
     types: Sequence[str],
     *,
     combine: bool = False,
+    say: Callable[[str], None] = lambda note: None,
 ) -> list[Run]:
     """Return the runs of a grid in order: first the runs without a budget, then budget by budget.
 
@@ -125,7 +126,8 @@ def runs(
     is True. A policy that chooses how much each row keeps (`capped`) also has a run without a budget.
 
     n_ctx_train: the model's trained context. wanted: policies with their parameters, as the user typed them.
-    budgets: budgets as the user typed them. Raises UsageError.
+    budgets: budgets as the user typed them. say: function that gets a note about runs with two names. Raises
+    UsageError.
     """
 
     def evicts(text: str) -> bool:
@@ -140,9 +142,14 @@ def runs(
         ((text, size, kind) for size in budgets for text in wanted if evicts(text) for kind in kinds(text)),
     )
     grid: dict[str, Run] = {}
+    twins = dict[str, str]()
     for text, typed_budget, kind in entries:
         run = _run(common, n_ctx_train, layers, text.strip(), typed_budget, kind)
-        grid.setdefault(records.key(identity(common, run), KEY), run)
+        first = grid.setdefault(records.key(identity(common, run), KEY), run)
+        if run.name != first.name:
+            twins[run.name] = first.name
+    if twins:
+        say("; ".join(f"{name} is the same run as {first}" for name, first in twins.items()))
     return list(grid.values())
 
 

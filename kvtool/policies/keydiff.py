@@ -3,8 +3,9 @@
 The score of a key k is -cos(k, m), where m is the mean of k' / ||k'|| over the keys k' in the row's live
 cells. The code does not divide by the norm of m, because it is the same for all cells.
 
-Differs from the paper: keys are compared before RoPE, so that a key's position makes no difference. The paper
-and kvpress compare keys after RoPE. The newest tokens and the sinks always stay.
+Differs from the paper: keys are rounded to eight bits, and compared before RoPE, so that a key's position
+makes no difference. The paper and kvpress compare keys after RoPE, without rounding. The newest tokens and
+the sinks always stay.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).

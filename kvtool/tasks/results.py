@@ -25,6 +25,9 @@ _HITS = {"acc", "acc_norm", "em", "found", "string_match", "subspan_em"}
 _SAME_TASK = ("task", "task_params", "chat", "max_prompt", "temp", "seed", "model_sha256")
 """Fields that two evaluations must share to be compared item by item."""
 
+POLICY = ("policy", "options", "budget")
+"""Fields that describe the policy of an evaluation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -130,8 +133,9 @@ class TaskResults:
     def differences(self) -> tuple[Record, dict[str, Mean]] | None:
         """Compare with the first evaluation of the task in the file, over the items that both have answered.
 
-        Return a record of the first evaluation, and the mean difference of each score. Return None if there
-        is no earlier evaluation with these items.
+        Return fields of the first evaluation, and the mean difference of each score. The fields are `POLICY`
+        and all in which the two evaluations differ. Return None if there is no earlier evaluation with these
+        items.
         """
         before = {_item(record): record["scores"] for record in self._first}
         pairs = [(record["scores"], before.get(_item(record), {})) for record in self.records]
@@ -140,7 +144,11 @@ class TaskResults:
             values = [ours[name] - first[name] for ours, first in pairs if name in ours and name in first]
             if values:
                 found[name] = _mean(name, values, statistics.paired_interval)
-        return (self._first[0], found) if found else None
+        if not found:
+            return None
+        first, about = self._first[0], self.about
+        differ = [name for name in about if records.key(first, [name]) != records.key(about, [name])]
+        return {name: first.get(name) for name in (*POLICY, *differ)}, found
 
     def _what(self, item: Item) -> dict[str, Any]:
         """Fields that identify an item's record. The hash is needed if two files have equal ids."""

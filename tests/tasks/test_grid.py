@@ -106,6 +106,13 @@ def test_duplicate_policies_and_budgets_give_one_run(common):
     assert len(make(common, ["h2o", "h2o:window=30"], ["64"])) == 2
 
 
+def test_runs_with_two_names_are_reported(common):
+    notes = []
+    make(common, ["h2o", "h2o", "h2o:decay=1"], ["128", "25%"], say=notes.append)
+    same = " is the same run as h2o 128"
+    assert notes == [f"h2o:decay=1 128{same}; h2o 25%{same}; h2o:decay=1 25%{same}"]
+
+
 def test_byte_budget_sets_cells_and_batch(common):
     (run,) = make(changed(common, n_batch=100), ["h2o"], ["128KiB"])
     assert (run.typed_budget, run.budget, run.options.n_batch) == ("128KiB", 256, 64)

@@ -368,7 +368,7 @@ def test_means_are_computed_per_score_and_per_group():
 
 def test_differences_to_the_first_evaluation_are_paired_by_item(tmp_path):
     path = tmp_path / "out.jsonl"
-    about = ABOUT | {"task_params": {"depths": (0.1, 0.5)}, "model_sha256": "m"}
+    about = ABOUT | {"task_params": {"depths": (0.1, 0.5)}, "model_sha256": "m", "type_k": "f16"}
     # another task, and another model, are no baselines
     measured(ITEMS, path, about | {"task": "other"})
     measured(ITEMS, path, about | {"model_sha256": "n"})
@@ -378,11 +378,15 @@ def test_differences_to_the_first_evaluation_are_paired_by_item(tmp_path):
     for i, record in enumerate(results.records):
         record["scores"] = {"length": record["scores"]["length"] + i}
     baseline, found = results.differences()
-    assert baseline["policy"] == "h2o"
+    assert baseline == {"policy": "h2o", "options": None, "budget": None}
     assert set(found) == {"length"}
     half = 3.1824 * np.std([1, 2, 3, 4], ddof=1) / 2
     assert (found["length"].mean, found["length"].n) == (2.5, 4)
     assert (found["length"].low, found["length"].high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-4)
+    # fields in which the evaluations differ are named, also those that old records lack
+    baseline, _ = measured(ITEMS, path, about | {"type_k": "q8_0", "policy_sha256": "p"}).differences()
+    others = {"type_k": "f16", "policy_sha256": None}
+    assert baseline == {"policy": "h2o", "options": None, "budget": None, **others}
     # the first evaluation is not compared, also if it is repeated later
     assert measured(ITEMS[1:], path, about).differences() is None
 
@@ -518,6 +522,8 @@ def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path
     assert found["n"] == 4
     assert found["low"] < found["mean"] < found["high"]
     assert called(*command, "--policy", "full").stdout == alone
+    other_type = called(*command, "--policy", "full", "-ctk", "q8_0", "-ctv", "q8_0")
+    assert "minus full, type_k f16, type_v f16 (first in the file)" in other_type.stdout
 
 
 def test_needle_uses_the_chat_template_and_draws_a_plot(tiny_model, tmp_path):

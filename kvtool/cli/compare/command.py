@@ -156,7 +156,9 @@ def compare(
     say(patch_note(kinds), None if run.rpc else gpu_note(run))
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
-    runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)
+    runs = of_runs.runs(
+        common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine, say=say
+    )
     if args.shard:
         runs = of_runs.shard(runs, args.shard)
     if not runs:
