@@ -315,7 +315,7 @@ def _is_cut(data: mmap.mmap, at: int) -> bool:
 def _damaged(name: str, is_cut: bool) -> SessionError:
     return SessionError(
         f"{name} is {'truncated' if is_cut else 'damaged'} and its chat cannot continue; "
-        f"`kvtool chat --reread {quote(name)}` reads its text again, unless that is damaged too"
+        f"`kvtool chat --reread {quote(name)} --session NEW.kv` reads its text again"
     )
 
 

@@ -312,7 +312,9 @@ def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_pa
     one_line(talk(TURNS[2:3]), 9, "is damaged")
     assert path.read_bytes() == data
     named = shutil.copy(path, tmp_path / "a b.kvs")
-    one_line(talk(TURNS[2:3], session="a b.kvs"), 9, f"`kvtool chat --reread '{named}'` reads its text")
+    one_line(
+        talk(TURNS[2:3], session="a b.kvs"), 9, f"--reread '{named}' --session NEW.kv` reads its text again\n"
+    )
     assert exported(path) == text
     assert talk(TURNS[2:3], *FIRST, "--reread", path, session="new.kvs").returncode == 0
     assert exported(tmp_path / "new.kvs")[:-2] == text
@@ -416,7 +418,9 @@ def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp
     one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
     named = shutil.copy(path, tmp_path / "a b.kvs")
     if what == "is missing":
-        one_line(talk(TURNS[6:7], session="a b.kvs"), 9, f"with `kvtool chat --reread '{named}'`\n")
+        one_line(
+            talk(TURNS[6:7], session="a b.kvs"), 9, f"`kvtool chat --reread '{named}' --session NEW.kv`\n"
+        )
     assert path.read_bytes() == before
     assert exported(path) == text
     shown = called("session", "show", "--json", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -301,7 +302,7 @@ def test_loading_an_older_copy_sets_the_newer_chat_aside(terminal, chat_kv, tmp_
 def test_reread_session_is_shown_saved_and_continued(terminal, chat_kv, tmp_path):
     path = tmp_path / "new.kv"
     chat = terminal("--session", path, "--reread", chat_kv, "--budget", 256)
-    assert "\ncontinuing after 4 turns, " in chat.text
+    assert re.search(rf"\ncontinuing after 4 turns, [0-9]+ tokens, saved in {path}\n", chat.text)
     assert "\n> turn 3\n" in chat.text
     assert user_messages(path) == FOUR
     assert chat.say("/retry") == "the last turn cannot be taken back"
