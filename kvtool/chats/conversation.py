@@ -249,17 +249,19 @@ class Conversation:
         self.messages = [*map(dict, messages)]
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
 
-    def reread(self, messages: Sequence[Message]) -> None:
+    def reread(self, messages: Sequence[Message], system: str | None = None) -> None:
         """Start with the messages of another chat, which another model may have written.
 
-        `Writer.read` or the next turn reads their text. Their system prompt is used if this chat has none.
-        Thoughts stay in the messages, and the template decides if they are read. Raises UsageError if the
-        system prompt leaves no room in the cache, and ModelError if the template does not take the messages.
+        `Writer.read` or the next turn reads their text. Thoughts stay in the messages, and the template
+        decides if they are read. Raises UsageError if the system prompt leaves no room in the cache, and
+        ModelError if the template does not take the messages.
+
+        system: system prompt, or "" for none; None for that of the messages.
         """
         first, rest = list(messages[:1]), messages[1:]
         if not first or first[0]["role"] != "system":
             first, rest = [], messages
-        self._set_system(self.system or "".join(each["content"] for each in first))
+        self._set_system("".join(each["content"] for each in first) if system is None else system)
         self.set_messages([*self.messages, *map(_with_own_thought, rest)])
         if self.n_turn:
             self._postpone_past()

@@ -247,6 +247,14 @@ def test_reread_takes_the_model_of_the_session_and_a_typed_system_prompt(chat_mo
     assert done.returncode == 0, done.stderr
     assert session.read_meta(new)["options"]["model"] == str(chat_model)
     assert exported(new) == [{"role": "system", "content": "Be long."}, *exported(old)[1:]]
+    # an empty system prompt removes the old one
+    none = tmp_path / "none.kvs"
+    assert called("chat", "--session", none, "--reread", old, "--system", " ", "-t", 1).returncode == 0
+    assert exported(none) == exported(old)[1:]
+    one_line(
+        called("chat", "--session", old, "--system", "", "-t", 1), 9, "has another system prompt; leave "
+    )
+    assert called("chat", "--session", none, "--system", "", "-t", 1).returncode == 0
 
 
 def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def chat(
         files = stack.enter_context(closing(ChatFiles(conversation, run, generation, args.session)))
         if args.session:
             if saved is not None:
-                files.resume(args.session)
+                files.resume(args.session, system_prompt)
             # fail before the first turn: no turn can be saved if another file has the path of the session's
             # archive
             archive_file.check_place(args.session)
@@ -117,7 +117,7 @@ def chat(
         if not is_terminal:
             say(base_model(engine.model.path))
         if earlier:
-            _reread(conversation, opened, earlier["messages"])
+            _reread(conversation, opened, earlier["messages"], system_prompt)
             files.keep_session(is_new_turn=True)
             files.check()
         else:
@@ -152,14 +152,14 @@ def _written(args: _ChatOptions) -> Iterator[tuple[str, Path | None]]:
     yield "--transcript", args.transcript
 
 
-def _reread(conversation: Conversation, opened: Opened, messages: list[Message]) -> None:
+def _reread(conversation: Conversation, opened: Opened, messages: list[Message], system: str | None) -> None:
     """Read the messages of another chat, and show the progress. Ctrl-C ends the program without saving."""
     from kvtool.cli.progress import line_progress, stopping
     from kvtool.cli.texts import check_length
     from kvtool.serve.tools.prompt import as_text
 
     writer, engine = conversation.writer, opened.engine
-    conversation.reread(as_text(messages))
+    conversation.reread(as_text(messages), system)
     n = len(writer.unread)
     check_length(engine, n, "chat")
     before_text(engine, opened.run, "chat", n, opened.info)
