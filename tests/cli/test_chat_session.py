@@ -265,6 +265,15 @@ def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_
         "does not fit in the cache (100) and `full` never evicts; use --policy recall or a larger --ctx-size"
     )
     one_line(called(*words, "--policy", "full", "-c", 100, stdin="five\n"), 5, full)
+    # the context cannot be longer than the model was trained for
+    short, own = tmp_path / "short.gguf", ("--budget", 64, "--positions", "original")
+    tiny.write_llama(short, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=100)
+    for options, advice in (
+        (("--policy", "full"), "use --policy recall or leave out --reread\n"),
+        (("--policy", "h2o", *own), "choose --positions auto or in-cache, or leave out --reread\n"),
+    ):
+        one_line(called(*words, "-m", short, *options, stdin="five\n"), 5, advice)
+    short.unlink()
     read = Writer.read
 
     def stopped(writer, tokens):
