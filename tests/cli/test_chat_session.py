@@ -377,7 +377,8 @@ def test_session_truncated_within_its_text_is_reported(talk, tmp_path):
 
 
 def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path):
-    talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
+    system = "Be [b]brief[/b].\nAnd kind, and very patient."
+    talk(TURNS[:2], *FIRST, "--system", system)
     path = tmp_path / "chat.kvs"
     record = json.loads(of_session("show", "--json", path))
     assert list(record) == [
@@ -390,7 +391,8 @@ def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path)
         *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
         *("tokens so far", "cells", "cache", "system prompt"),
     ]
-    assert "[b]brief[/b]." in shown
+    assert record["system"] == system
+    assert re.search(r"^system prompt +Be \[b\]brief\[/b\]\. And kind, and very pat\u2026 *$", shown, re.M)
     assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", shown, re.M)
     assert re.search(r"^eviction +every 12 tokens *$", shown, re.M)
     # the policy's line omits budget and eviction, which have their own lines
