@@ -257,6 +257,33 @@ def test_reread_takes_the_model_of_the_session_and_a_typed_system_prompt(chat_mo
     assert called("chat", "--session", none, "--system", "", "-t", 1).returncode == 0
 
 
+def test_reread_takes_an_exported_chat(chat_model, tmp_path):
+    path, new = tmp_path / "chat.json", tmp_path / "new.kvs"
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One \u00e9?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    words = ("chat", "-m", chat_model, "-t", 1, "--session", new, "--reread", path)
+    refused = f"{path} is neither a session nor a JSON list of messages, each with role and content; "
+    for wrong in (
+        '["One?"]',
+        "[" * 9999,
+        '[{"role": "user", "content": null}]',
+        json.dumps([{**chat[2], "tool_calls": [{"id": "c1"}]}]),
+    ):
+        path.write_text(wrong)
+        one_line(called(*words), 9, refused)
+    path.write_text('{"messages": []}')
+    one_line(called(*words), 9, f"{path} is not a kvtool session, or it is damaged")
+    path.write_text(json.dumps([*chat, chat[1], {**chat[2], "tool_calls": [call]}], indent=1))
+    assert called(*words).returncode == 0
+    assert exported(new)[:4] == [*chat, chat[1]]
+    assert '{"name": "add", "arguments": {}}' in exported(new)[4]["content"]
+    assert session.read_meta(new)["options"]["model"] == str(chat_model)
+
+
 def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_path, monkeypatch):
     talk(TURNS[:4], *FIRST)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
