@@ -593,5 +593,5 @@ def with_archive(path: Path, arrays: Mapping[str, np.ndarray]) -> ArchivedArrays
 def _useless(name: str, what: str, owner: str) -> SessionError:
     return SessionError(
         f"{name} {what}, and the chat in {owner} cannot continue without its archive; "
-        f"restore it, or read the text again with `kvtool chat --reread {quote(owner)}`"
+        f"restore it, or read the text again with `kvtool chat --reread {quote(owner)} --session NEW.kv`"
     )

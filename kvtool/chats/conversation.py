@@ -186,10 +186,14 @@ class Conversation:
         asks = effort is not None or budget is not None
         return self.template.under(self.efforts.exact(effort, budget) if asks else {})
 
-    def _past(self, template: Template) -> str:
-        """Text of the chat up to the end of its last reply, rendered by a template. Raises UsageError."""
-        whole = template.render([*self.messages, {"role": "user", "content": "."}])
-        turn = template.turn(self.messages[:-1], ".")
+    def _past(self, template: Template, n: int | None = None) -> str:
+        """Text of the chat up to the end of its last reply, rendered by a template. Raises UsageError.
+
+        n: number of messages, of which the last must be a reply; None for all messages.
+        """
+        messages = self.messages[:n]
+        whole = template.render([*messages, {"role": "user", "content": "."}])
+        turn = template.turn(messages[:-1], ".")
         if not whole.endswith(turn):
             raise UsageError("the model's chat template shows the last reply in another form; /reset first")
         return whole.removesuffix(turn)
@@ -249,20 +253,39 @@ class Conversation:
         self.messages = [*map(dict, messages)]
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
 
-    def reread(self, messages: Sequence[Message]) -> None:
+    def reread(self, messages: Sequence[Message], system: str | None = None) -> None:
         """Start with the messages of another chat, which another model may have written.
 
-        `Writer.read` or the next turn reads their text. Their system prompt is used if this chat has none.
-        Thoughts stay in the messages, and the template decides if they are read. Raises UsageError if the
-        system prompt leaves no room in the cache, and ModelError if the template does not take the messages.
+        `Writer.read` or the next turn reads their text. Thoughts stay in the messages, and the template
+        decides if they are read. Raises UsageError if the system prompt leaves no room in the cache, and
+        ModelError if the template does not take the messages.
+
+        system: system prompt, or "" for none; None for that of the messages.
         """
         first, rest = list(messages[:1]), messages[1:]
         if not first or first[0]["role"] != "system":
             first, rest = [], messages
-        self._set_system(self.system or "".join(each["content"] for each in first))
+        self._set_system("".join(each["content"] for each in first) if system is None else system)
         self.set_messages([*self.messages, *map(_with_own_thought, rest)])
         if self.n_turn:
             self._postpone_past()
+            self._mark_last_turn()
+
+    def _mark_last_turn(self) -> None:
+        """Push a mark before the last turn of a postponed chat, so that this turn can be undone.
+
+        Pushes no mark if the tokens before the turn cannot be told from the tokens of the turn.
+        """
+        n_message = max(n for n, message in enumerate(self.messages) if message["role"] == "user")
+        tokens, n_reply = np.empty(0, np.int32), 0
+        if self.n_turn > 1:
+            n_reply = sum(message["role"] == "assistant" for message in self.messages[:n_message])
+            try:
+                tokens = self._with_prefix(self._past(self.template, n_message))[0]
+            except UsageError:
+                return
+        if np.array_equal(tokens, self.writer.unread[: len(tokens)]):
+            self.undo_stack.push(Mark(len(tokens), n_message, n_reply, {**self.writer.save(), "unread": []}))
 
     # turns
 

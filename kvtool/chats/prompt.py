@@ -12,7 +12,7 @@ import numpy as np
 from kvtool.chats.marks import tokens_of
 from kvtool.chats.template import GEMMA, RAW, Message, Template, TemplateError
 from kvtool.engine.loop import Engine
-from kvtool.errors import ModelError
+from kvtool.errors import InputError, ModelError
 from kvtool.llama.model import Model
 from kvtool.system.texts import read_text
 
@@ -27,7 +27,7 @@ def template_of(model: Model, file: str | None = None) -> Template:
     """Return the model's chat template, or Gemma's if the model has Gemma's markers and no template.
 
     file: file of another template, which is used instead. Raises ModelError if there is no template, or if
-    the template is broken, and InputError if the file cannot be read.
+    the model's template is broken, and InputError if the file cannot be read or has a broken template.
     """
     if file:
         return _template_in(file, model)
@@ -45,7 +45,8 @@ def _template_in(file: str, model: Model) -> Template:
         template = _of_source(read_text(file), model)
         template.turn([{"role": "user", "content": "."}], ".")
     except TemplateError as error:
-        raise TemplateError(f"{file}: {error}") from None
+        why = str(error).removeprefix("the model's ").removesuffix(f"; {RAW}")
+        raise InputError(f"{file}: the {why}; correct the file, or leave out --chat-template") from None
     return template
 
 

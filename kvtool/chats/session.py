@@ -61,6 +61,12 @@ _CHAT: dict[str, Any] = {
 }
 """Values that the JSON of every chat has, with their types. A list shows the type of each item."""
 
+_MORE: dict[str, Any] = {
+    **dict.fromkeys(("reasoning_content", "tool_call_id"), str),
+    "tool_calls": [{"id": str, "function": {"name": str, "arguments": str}}],
+}
+"""Values that a message may also have, with their types."""
+
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
 
@@ -133,6 +139,30 @@ def read_meta(path: Path) -> Meta:
 def read_chat(path: Path) -> Meta:
     """Read only the JSON of a chat. Raises SessionError as `read` does, and as `check_chat` does."""
     return check_chat(path, read_meta(path))
+
+
+def read_messages(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the messages of a chat, and the path of its model.
+
+    The file is a session, or the output of `kvtool session export --json`, which names no model: the path is
+    then None. Raises SessionError as `read_chat` does, and for any other file.
+    """
+    with _as_session_error("read", path), path.open("rb") as file:
+        data = file.read(_N_FIRST)
+        if not data.lstrip().startswith(b"["):
+            meta = read_chat(path)
+            return meta["messages"], meta["options"]["model"]
+        messages: Any = None
+        with suppress(ValueError, RecursionError):
+            messages = json.loads(data + file.read())
+    if not (_fits(messages, _CHAT["messages"]) and all(map(_fits_more, messages))):
+        wanted = "a JSON list of messages, each with role and content"
+        raise SessionError(f"{path} is neither a session nor {wanted}; name another file")
+    return messages, None
+
+
+def _fits_more(message: dict[str, Any]) -> bool:
+    return all(_fits(message[name], wanted) for name, wanted in _MORE.items() if name in message)
 
 
 def check_chat(path: Path, meta: Meta) -> Meta:
@@ -315,7 +345,7 @@ def _is_cut(data: mmap.mmap, at: int) -> bool:
 def _damaged(name: str, is_cut: bool) -> SessionError:
     return SessionError(
         f"{name} is {'truncated' if is_cut else 'damaged'} and its chat cannot continue; "
-        f"`kvtool chat --reread {quote(name)}` reads its text again, unless that is damaged too"
+        f"`kvtool chat --reread {quote(name)} --session NEW.kv` reads its text again"
     )
 
 

@@ -26,9 +26,13 @@ The newest copy is always kept, even if it is larger.
 
 def turn_label(text: str) -> str:
     """Name of a turn in messages about undo: its first words, on one line."""
+    return f'the turn "{first_words(text)}"'
+
+
+def first_words(text: str) -> str:
+    """Return the beginning of a text on one line, in at most 40 characters."""
     words = " ".join(text.split())
-    brief = words if len(words) <= 40 else words[:39] + "\u2026"
-    return f'the turn "{brief}"'
+    return words if len(words) <= 40 else words[:39] + "\u2026"
 
 
 class Copy(NamedTuple):

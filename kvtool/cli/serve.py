@@ -286,8 +286,6 @@ def _template(model: Model, file: str | None) -> Template | None:
     try:
         return template_of(model, file)
     except ModelError:
-        if file:
-            raise
         return None
 
 

@@ -70,7 +70,11 @@ def show(file: File, as_json: Json = False) -> None:
 
 
 def _print(info: dict[str, Any], has_archive: bool) -> None:
-    """Print the values as a table, except the problem, which is printed as an error."""
+    """Print the values as a table, except the problem, which is printed as an error.
+
+    Of the system prompt, only the first words are printed.
+    """
+    from kvtool.chats.undo import first_words
     from kvtool.cli.console import print_table
 
     parameters = dict(info["parameters"])
@@ -92,7 +96,7 @@ def _print(info: dict[str, Any], has_archive: bool) -> None:
     }
     if has_archive:
         rows["archive"] = f"{info['archived']:,} tokens, {format_bytes(info['archive_bytes'])}"
-    rows["system prompt"] = info["system"] or "none"
+    rows["system prompt"] = first_words(info["system"] or "none")
     print_table([], list(rows.items()))
 
 

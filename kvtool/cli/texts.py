@@ -67,7 +67,9 @@ def first_tokens(
 
 def check_length(engine: Engine, n_tokens: int, noun: str = "text") -> None:
     """Raise InputError if the engine cannot read a text to its end. noun: "text", "prompt" or "chat"."""
-    shorter = {"text": "or --max-tokens", "chat": "or a larger --ctx-size"}.get(noun, "or a shorter prompt")
+    can_grow = engine.n_ctx < engine.model.n_ctx_train
+    of_chat = "or a larger --ctx-size" if can_grow else "or leave out --reread"
+    shorter = {"text": "or --max-tokens", "chat": of_chat}.get(noun, "or a shorter prompt")
     if not engine.policy.evicts and n_tokens > engine.policy.budget:
         raise InputError(
             f"the {noun} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "

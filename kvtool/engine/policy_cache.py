@@ -178,7 +178,7 @@ class PolicyCache:
         if self.pinnable(n) > room:
             raise UsageError(
                 f"the pinned text takes {n} cells, and a budget of {self.policy.n_asked} has {room} for it; "
-                f"choose a larger budget ({self._budget_for(n)} is enough), or a shorter text"
+                f"{self._more_room(n)}, or a shorter text"
             )
 
     def pin(self, n: int) -> None:
@@ -192,6 +192,13 @@ class PolicyCache:
         if n != self.n_pinned and self.context.archive and self.context.archive.n:
             raise UsageError("tokens are archived already; pin before the first eviction")
         self.n_pinned = n
+
+    def _more_room(self, n: int) -> str:
+        """Return the advice of an error: how to get room for n pinned and held tokens."""
+        if not self.policy.evicts:
+            # the budget is the context, which may already be as long as the model was trained for
+            return "choose another policy, such as --policy recall"
+        return f"choose a larger budget ({self._budget_for(n)} is enough)"
 
     def _budget_for(self, n: int) -> int:
         """Return a budget with room for n pinned and held tokens, and for some more."""
@@ -208,7 +215,7 @@ class PolicyCache:
             first = f"{sinks} are sinks" if sinks > n_pinned else f"{n_pinned} are pinned"
             raise UsageError(
                 f"the chat template's reply header takes {n} cells, and {first}; "
-                f"choose a larger budget ({self._budget_for(max(n_pinned, sinks) + n)} is enough)"
+                f"{self._more_room(max(n_pinned, sinks) + n)}"
             )
         self.n_held = n
 

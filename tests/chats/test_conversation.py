@@ -17,7 +17,7 @@ from kvtool.chats import session, undo
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
-from kvtool.chats.undo import Copy, UndoStack
+from kvtool.chats.undo import Copy, UndoStack, turn_label
 from kvtool.chats.writer import Writer
 from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.chat.screen import Terminal, whereabouts
@@ -312,7 +312,8 @@ def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
     again = chat()
     again.reread(others)
     wanted = [each for reply in replies.values() for each in (user, reply)]
-    assert again.messages == [*others[:n_system], *wanted]
+    wanted_all = [*others[:n_system], *wanted]
+    assert again.messages == wanted_all
     assert (again.system, again.n_turn, again.n_reply) == ("Be brief." if n_system else None, 4, 4)
     text = b"".join(model.piece(token, special=True) for token in again.writer.unread.tolist()).decode()
     assert text + "[e]" == again.template.render(again.messages, reply=False)
@@ -322,6 +323,27 @@ def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
     list(again.reply("and now?", 4))
     again.undo()
     assert (again.writer.engine.n_past, len(again.writer.unread)) == (n, 0)
+    # of the old turns, only the last can be taken back
+    assert again.undo() == turn_label(user["content"])
+    assert again.undo() is None
+    text = b"".join(model.piece(token, special=True) for token in again.writer.stream.tolist()).decode()
+    assert text + "[e]" == again.template.render(wanted_all[:-2], reply=False)
+    list(again.reply("and now?", 4))
+    assert again.messages[:-1] == [*wanted_all[:-2], {"role": "user", "content": "and now?"}]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_only_turn_of_a_reread_chat_can_be_replaced(chat, is_read):
+    other, again = chat(), chat()
+    again.reread([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], "Be brief.")
+    if is_read:
+        again.writer.read(again.writer.unread[:0])
+    assert again.undo_turn() == "one"
+    other.reset("Be brief.")
+    for each in (again, other):
+        each.read_turn("three")
+    assert again.writer.stream.tolist() == other.writer.stream.tolist()
+    assert again.writer.engine.n_pinned == other.writer.engine.n_pinned
 
 
 def test_reread_of_a_chat_without_turns_starts_a_new_chat(chat):

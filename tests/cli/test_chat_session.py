@@ -247,6 +247,41 @@ def test_reread_takes_the_model_of_the_session_and_a_typed_system_prompt(chat_mo
     assert done.returncode == 0, done.stderr
     assert session.read_meta(new)["options"]["model"] == str(chat_model)
     assert exported(new) == [{"role": "system", "content": "Be long."}, *exported(old)[1:]]
+    # an empty system prompt removes the old one
+    none = tmp_path / "none.kvs"
+    assert called("chat", "--session", none, "--reread", old, "--system", " ", "-t", 1).returncode == 0
+    assert exported(none) == exported(old)[1:]
+    one_line(
+        called("chat", "--session", old, "--system", "", "-t", 1), 9, "has another system prompt; leave "
+    )
+    assert called("chat", "--session", none, "--system", "", "-t", 1).returncode == 0
+
+
+def test_reread_takes_an_exported_chat(chat_model, tmp_path):
+    path, new = tmp_path / "chat.json", tmp_path / "new.kvs"
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One \u00e9?"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    words = ("chat", "-m", chat_model, "-t", 1, "--session", new, "--reread", path)
+    refused = f"{path} is neither a session nor a JSON list of messages, each with role and content; "
+    for wrong in (
+        '["One?"]',
+        "[" * 9999,
+        '[{"role": "user", "content": null}]',
+        json.dumps([{**chat[2], "tool_calls": [{"id": "c1"}]}]),
+    ):
+        path.write_text(wrong)
+        one_line(called(*words), 9, refused)
+    path.write_text('{"messages": []}')
+    one_line(called(*words), 9, f"{path} is not a kvtool session, or it is damaged")
+    path.write_text(json.dumps([*chat, chat[1], {**chat[2], "tool_calls": [call]}], indent=1))
+    assert called(*words).returncode == 0
+    assert exported(new)[:4] == [*chat, chat[1]]
+    assert '{"name": "add", "arguments": {}}' in exported(new)[4]["content"]
+    assert session.read_meta(new)["options"]["model"] == str(chat_model)
 
 
 def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_path, monkeypatch):
@@ -257,6 +292,15 @@ def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_
         "does not fit in the cache (100) and `full` never evicts; use --policy recall or a larger --ctx-size"
     )
     one_line(called(*words, "--policy", "full", "-c", 100, stdin="five\n"), 5, full)
+    # the context cannot be longer than the model was trained for
+    short, own = tmp_path / "short.gguf", ("--budget", 64, "--positions", "original")
+    tiny.write_llama(short, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=100)
+    for options, advice in (
+        (("--policy", "full"), "use --policy recall or leave out --reread\n"),
+        (("--policy", "h2o", *own), "choose --positions auto or in-cache, or leave out --reread\n"),
+    ):
+        one_line(called(*words, "-m", short, *options, stdin="five\n"), 5, advice)
+    short.unlink()
     read = Writer.read
 
     def stopped(writer, tokens):
@@ -312,7 +356,9 @@ def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_pa
     one_line(talk(TURNS[2:3]), 9, "is damaged")
     assert path.read_bytes() == data
     named = shutil.copy(path, tmp_path / "a b.kvs")
-    one_line(talk(TURNS[2:3], session="a b.kvs"), 9, f"`kvtool chat --reread '{named}'` reads its text")
+    one_line(
+        talk(TURNS[2:3], session="a b.kvs"), 9, f"--reread '{named}' --session NEW.kv` reads its text again\n"
+    )
     assert exported(path) == text
     assert talk(TURNS[2:3], *FIRST, "--reread", path, session="new.kvs").returncode == 0
     assert exported(tmp_path / "new.kvs")[:-2] == text
@@ -358,7 +404,8 @@ def test_session_truncated_within_its_text_is_reported(talk, tmp_path):
 
 
 def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path):
-    talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
+    system = "Be [b]brief[/b].\nAnd kind, and very patient."
+    talk(TURNS[:2], *FIRST, "--system", system)
     path = tmp_path / "chat.kvs"
     record = json.loads(of_session("show", "--json", path))
     assert list(record) == [
@@ -371,7 +418,8 @@ def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path)
         *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
         *("tokens so far", "cells", "cache", "system prompt"),
     ]
-    assert "[b]brief[/b]." in shown
+    assert record["system"] == system
+    assert re.search(r"^system prompt +Be \[b\]brief\[/b\]\. And kind, and very pat\u2026 *$", shown, re.M)
     assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", shown, re.M)
     assert re.search(r"^eviction +every 12 tokens *$", shown, re.M)
     # the policy's line omits budget and eviction, which have their own lines
@@ -416,7 +464,9 @@ def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp
     one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
     named = shutil.copy(path, tmp_path / "a b.kvs")
     if what == "is missing":
-        one_line(talk(TURNS[6:7], session="a b.kvs"), 9, f"with `kvtool chat --reread '{named}'`\n")
+        one_line(
+            talk(TURNS[6:7], session="a b.kvs"), 9, f"`kvtool chat --reread '{named}' --session NEW.kv`\n"
+        )
     assert path.read_bytes() == before
     assert exported(path) == text
     shown = called("session", "show", "--json", path)

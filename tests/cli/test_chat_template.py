@@ -12,6 +12,8 @@ from tests.cli.called import called, one_line
 from tests.serve.asking import message
 from tests.serve.here import here
 
+_MEND = "correct the file, or leave out --chat-template\n"
+
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
@@ -52,10 +54,10 @@ def test_template_of_a_file_lets_a_model_without_a_template_chat(bare, template,
 @pytest.mark.parametrize(
     ("source", "exit_code", "words"),
     [
-        ("{% for", 3, "template.jinja: the model's chat template fails ("),
-        ("{{ messages | nonsense }}", 3, "template.jinja: the model's chat template fails ("),
-        ("{{ raise_exception('no') }}", 3, "template.jinja: the model's chat template fails (no); "),
-        ("Hello", 3, "template.jinja: the model's chat template leaves replies out; "),
+        ("{% for", 5, "template.jinja: the chat template fails ("),
+        ("{{ messages | nonsense }}", 5, "template.jinja: the chat template fails ("),
+        ("{{ raise_exception('no') }}", 5, "template.jinja: the chat template fails (no); " + _MEND),
+        ("Hello", 5, "template.jinja: the chat template leaves replies out; " + _MEND),
         ("", 5, "template.jinja is empty"),
         (None, 5, "template.jinja: No such file or directory"),
     ],

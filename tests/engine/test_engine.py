@@ -569,6 +569,10 @@ def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
         ):
             engine.pin(48)
         assert engine.n_pinned == 47
+    with open_engine(tiny_model(), policies.fit("full", 64)) as engine:
+        for refused in (lambda: engine.pin(64), lambda: engine.hold(64)):
+            with pytest.raises(UsageError, match="choose another policy, such as --policy recall"):
+                refused()
 
 
 # the budget

@@ -48,7 +48,7 @@ class _ChatOptions(Options):
         "--reread FILE",
         None,
         "Start with the text of this session, for example with another model, policy or budget. "
-        "The file stays as it is.",
+        "The output of kvtool session export --json works too. The file stays as it is.",
         completes="sessions",
     )
     transcript: Path | None = option("--transcript", None, "Append the chat to this file as plain text.")
@@ -79,10 +79,10 @@ def chat(
                     raise UsageError(f"{taken}; leave out --reread to continue it, or name a new file")
                 run, generation = resumed(run, saved), generation.resumed(saved["options"])
         if args.reread:
-            from kvtool.chats.session import read_chat
+            from kvtool.chats.session import read_messages
 
-            earlier = read_chat(args.reread)
-            run = run.resumed({"model": earlier["options"]["model"]})
+            earlier, its_model = read_messages(args.reread)
+            run = run.resumed({"model": its_model}) if its_model else run
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             # importing this module takes as long as loading a small model, so do both at the same time
@@ -104,7 +104,7 @@ def chat(
         files = stack.enter_context(closing(ChatFiles(conversation, run, generation, args.session)))
         if args.session:
             if saved is not None:
-                files.resume(args.session)
+                files.resume(args.session, system_prompt)
             # fail before the first turn: no turn can be saved if another file has the path of the session's
             # archive
             archive_file.check_place(args.session)
@@ -116,8 +116,8 @@ def chat(
             say(archive_limit(engine))
         if not is_terminal:
             say(base_model(engine.model.path))
-        if earlier:
-            _reread(conversation, opened, earlier["messages"])
+        if earlier is not None:
+            _reread(conversation, opened, earlier, system_prompt)
             files.keep_session(is_new_turn=True)
             files.check()
         else:
@@ -152,14 +152,14 @@ def _written(args: _ChatOptions) -> Iterator[tuple[str, Path | None]]:
     yield "--transcript", args.transcript
 
 
-def _reread(conversation: Conversation, opened: Opened, messages: list[Message]) -> None:
+def _reread(conversation: Conversation, opened: Opened, messages: list[Message], system: str | None) -> None:
     """Read the messages of another chat, and show the progress. Ctrl-C ends the program without saving."""
     from kvtool.cli.progress import line_progress, stopping
     from kvtool.cli.texts import check_length
     from kvtool.serve.tools.prompt import as_text
 
     writer, engine = conversation.writer, opened.engine
-    conversation.reread(as_text(messages))
+    conversation.reread(as_text(messages), system)
     n = len(writer.unread)
     check_length(engine, n, "chat")
     before_text(engine, opened.run, "chat", n, opened.info)

@@ -83,9 +83,12 @@ class ChatFiles:
         """Options for generating text, with the thinking effort and budget that the chat has now."""
         return self._generation.changed(think=self.chat.effort, think_budget=self.chat.thought_budget)
 
-    def resume(self, path: Path) -> None:
-        """Continue the chat that a session holds. Raises SessionError if the given options do not match."""
-        system, seed = self.chat.system, self.generation.seed
+    def resume(self, path: Path, system: str | None = None) -> None:
+        """Continue the chat that a session holds. Raises SessionError if the given options do not match.
+
+        system: system prompt that the session must have; None to accept any.
+        """
+        seed = self.generation.seed
         meta, arrays = self.read(path, typed=self.run.typed)
         # the prompt may contain the thinking budget; sessions of earlier versions do not store it
         self.chat.set_effort(None, meta["options"].get("think_budget"))
@@ -94,7 +97,7 @@ class ChatFiles:
         self._archive_file.adopt(arrays)
         self._saved_version = self.chat.version if seed is None else None
         self._saved = self._comparable()
-        if system and system != self.chat.system:
+        if system is not None and system.strip() != (self.chat.system or ""):
             raise SessionError(
                 f"{path} has another system prompt; leave --system out, or read the text again with "
                 f"`{rereading(path)}`"

@@ -29,7 +29,8 @@ def run(terminal: Terminal) -> None:
         terminal.note(base)
     terminal.note("/help shows help, Ctrl-D leaves")
     if n := terminal.conversation.n_turn:
-        terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
+        saved = f", saved in {terminal.files.path}" if terminal.files.path else ""
+        terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens{saved}")
         terminal.show_last()
     elif terminal.files.path:
         terminal.note(f"a new chat, saved in {terminal.files.path}")
