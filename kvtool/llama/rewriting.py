@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from math import comb
+from math import comb, inf, nextafter
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
@@ -43,7 +43,7 @@ floating-point numbers, and then to integers of 64 bits, and fails for a smaller
 """
 
 _MAX_EXACT = 2**53
-"""Greatest integer of const and enum. llguidance rounds greater integers, and would write other numbers."""
+"""llguidance rounds greater integers, because it converts integers to floating-point numbers."""
 
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
@@ -364,8 +364,28 @@ def _limit_numbers(new: Schema) -> None:
     greatest = _GREATEST if are_integers else -_LEAST
     for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         bound = new.get(key)
-        if isinstance(bound, (int, float)) and not isinstance(bound, bool):
-            new[key] = max(bound, _LEAST) if key.endswith("inimum") else min(bound, greatest)
+        if isinstance(bound, (int, float)) and not isinstance(bound, bool) and abs(bound) >= _MAX_EXACT:
+            # an exclusive bound becomes an inclusive one: llguidance would round the integer beside it
+            del new[key]
+            beside = int(key.startswith("exclusive"))
+            if key.endswith("inimum"):
+                new["minimum"] = max(new.get("minimum", _LEAST), _rounded_up(bound, beside))
+            else:
+                most = -_rounded_up(-bound, beside)
+                most = greatest if bound - beside >= greatest else most
+                new["maximum"] = min(new.get("maximum", greatest), most)
+
+
+def _rounded_up(bound: float, more: int) -> int:
+    """Return the least integer from bound + more on that floating-point numbers hold exactly.
+
+    It is at least _LEAST. If it would be above -_LEAST, return 2**64, which no integer of 64 bits reaches.
+    """
+    bound = int(max(_LEAST - 1, min(bound, 2**64))) + more
+    if bound > -_LEAST:
+        return 2**64
+    near = max(float(bound), _LEAST)
+    return int(near if near >= bound else nextafter(near, inf))
 
 
 def _check_integers(value: Any) -> None:

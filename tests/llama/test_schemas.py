@@ -349,6 +349,48 @@ def test_one_bound_of_an_integer_is_completed(vocabulary):
         assert not is_text_of(vocabulary, schema, str(10**19))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "written"),
+    [
+        ({"minimum": 2**53 + 1, "maximum": 2**53 + 7}, range(2**53 + 2, 2**53 + 7)),
+        ({"minimum": -(2**53) - 7, "maximum": -(2**53) - 1}, range(-(2**53) - 6, -(2**53) - 1)),
+        ({"exclusiveMinimum": 2**53, "exclusiveMaximum": 2**53 + 8}, range(2**53 + 2, 2**53 + 7)),
+        ({"exclusiveMinimum": 2**53 - 1, "maximum": 2**53}, [2**53]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1]),
+        ({"minimum": 2**60, "exclusiveMaximum": 2**63}, [2**60, 2**63 - 1]),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 2**63 - 1}, [2, 2**63 - 1024]),
+        ({"exclusiveMinimum": -(2**63), "minimum": -1}, [-1, 2**63 - 1]),
+    ],
+)
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_integers_beyond_2_53_are_written_only_within_their_bounds(vocabulary, bounds, written, are_apart):
+    schema = {"type": "integer"} | bounds
+    if are_apart:
+        schema = {"allOf": [{"type": "integer"}, *({key: bound} for key, bound in bounds.items())]}
+        written = [number for number in written if number < 2**63 - 1024]
+    assert all(is_text_of(vocabulary, schema, str(number)) for number in written)
+    least, most = written[0], written[-1]
+    near = {number + n for number in (least, most) for n in range(-9, 10)}
+    outside = [number for number in near if not fits(number, schema)]
+    assert not any(is_text_of(vocabulary, schema, str(number)) for number in outside)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": -(2**63), "maximum": -(2**63) + 3},
+        {"minimum": 2**53 + 3, "maximum": 2**53 + 3},
+        {"minimum": 2**60 + 1, "maximum": 2**60 + 9},
+        {"minimum": 2**63},
+        {"minimum": 10**400},
+        {"maximum": -(10**400)},
+    ],
+)
+def test_bounds_beyond_2_53_that_leave_no_integer_are_refused(bounds):
+    with pytest.raises(UsageError, match="Unsatisfiable schema: minimum .* is greater than maximum"):
+        enforced({"type": "integer"} | bounds)
+
+
 def test_bounds_of_numbers_beyond_64_bits_are_not_refused(vocabulary):
     for bounds in ({"minimum": -(2**63)}, {"minimum": 0, "maximum": 1e300}, {"exclusiveMaximum": 2**63}):
         assert is_text_of(vocabulary, {"type": "number"} | bounds, "2.5")
