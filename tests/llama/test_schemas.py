@@ -154,6 +154,19 @@ def test_constant_integers_that_would_be_rounded_are_refused(schema, n):
     assert enforced({"const": 2**53, "enum": [-(2**53), 2**53, 1e300], "default": 2**60}).schema
 
 
+def test_constant_integers_that_would_be_rounded_can_be_left_out(vocabulary):
+    schema = {
+        "type": "object",
+        "properties": {"id": {"type": "integer", "const": 2**53 + 1}, "kind": {"const": "a"}},
+        "required": ["id", "kind"],
+    }
+    actual = enforced(schema, drops_integers=True)
+    assert [*actual.left_out] == [("const beyond 2^53", "#/properties/id/const")]
+    assert is_text_of(vocabulary, actual.schema, '{"id": 7, "kind": "a"}')
+    assert not is_text_of(vocabulary, actual.schema, '{"id": 7, "kind": "b"}')
+    assert not is_text_of(vocabulary, actual.schema, "{}")
+
+
 def test_constant_values_show_which_options_are_apart():
     kinds = [
         {"type": "object", "properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(400)
