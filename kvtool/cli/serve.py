@@ -208,6 +208,7 @@ def _site(
         ),
         has_metrics=serving.metrics,
         log=say if run.verbose else None,
+        warn=say,
     )
 
 

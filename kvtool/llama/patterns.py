@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from kvtool.llama.rules import repeats_too_often
+
 _NATIVE = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 
 _NARROWER: dict[str, dict[str, str]] = {
@@ -32,10 +34,13 @@ def of_format(name: object) -> dict[str, Any] | None:
 def parts_of(pattern: str) -> tuple[str, ...] | None:
     """Split a pattern into patterns that llguidance accepts. A text must match all of them.
 
-    A lookahead at the start of the pattern becomes a separate pattern. Returns None if this is impossible.
+    A lookahead at the start of the pattern becomes a separate pattern. Returns None if this is impossible,
+    or if the pattern repeats a part too often.
     """
     import llguidance
 
+    if repeats_too_often(pattern):
+        return None
     rest, parts = "".join(part for part, _ in _plain(pattern)), []
     while rest.startswith("^(?="):
         end = _end_of_lookahead(rest)

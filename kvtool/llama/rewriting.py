@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from math import comb
+from math import comb, inf, nextafter
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
@@ -43,7 +43,7 @@ floating-point numbers, and then to integers of 64 bits, and fails for a smaller
 """
 
 _MAX_EXACT = 2**53
-"""Greatest integer of const and enum. llguidance rounds greater integers, and would write other numbers."""
+"""llguidance rounds greater integers, because it converts integers to floating-point numbers."""
 
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
@@ -71,16 +71,18 @@ class LeftOut(NamedTuple):
     where: str
 
 
-def rewritten(schema: Mapping[str, Any], *, is_exact: bool = True) -> tuple[Schema, list[LeftOut]]:
+def rewritten(
+    schema: Mapping[str, Any], *, is_exact: bool = True, drops_integers: bool = False
+) -> tuple[Schema, list[LeftOut]]:
     """Rewrite a schema for llguidance. Return the new schema, and the keywords that are not enforced.
 
     is_exact: True to express oneOf, "not", conditions and dependencies by other keywords, which makes the
     schema longer. Raises UsageError if the schema becomes too large, if an object has too many properties, or
-    if const or enum has an integer beyond _MAX_EXACT.
+    if const or enum has an integer beyond _MAX_EXACT, unless `drops_integers`, which leaves out the keyword.
     """
     shared: set[str] = set()
     while True:
-        writer = _Writer(schema, shared, is_exact)
+        writer = _Writer(schema, shared, is_exact, drops_integers)
         new = writer.schema(schema, "#", is_alone=True)
         if writer.shared <= shared:
             return new, writer.left_out
@@ -101,9 +103,11 @@ class _Writer:
         Keywords that are not enforced.
     """
 
-    def __init__(self, root: Mapping[str, Any], shared: set[str], is_exact: bool) -> None:
+    def __init__(
+        self, root: Mapping[str, Any], shared: set[str], is_exact: bool, drops_integers: bool
+    ) -> None:
         self._known, self.shared = shared, set[str]()
-        self._is_exact = is_exact
+        self._is_exact, self._drops_integers = is_exact, drops_integers
         self._complement = Complement(root)
         draft = root.get("$schema")
         match = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
@@ -139,8 +143,8 @@ class _Writer:
         self._parts(new, where, is_alone=is_alone, are_apart=are_apart)
         self._close(new, is_alone=is_alone)
         self._counts(new, where)
+        self._constants(new, where)
         _limit_numbers(new)
-        _check_integers([new.get("const"), new.get("enum")])
         return new
 
     def _is_needed(self, key: str, value: object) -> bool:
@@ -157,6 +161,16 @@ class _Writer:
     def _leave_out(self, new: Schema, key: str, where: str, name: str = "") -> None:
         new.pop(key, None)
         self.left_out.append(LeftOut(name or key, _inside(where, key)))
+
+    def _constants(self, new: Schema, where: str) -> None:
+        """Leave out const and enum if an integer of them would be rounded, or raise UsageError."""
+        for key in ("const", "enum"):
+            try:
+                _check_integers(new.get(key))
+            except UsageError:
+                if not self._drops_integers:
+                    raise
+                self._leave_out(new, key, where, f"{key} beyond 2^53")
 
     # keywords of strings
 
@@ -364,8 +378,28 @@ def _limit_numbers(new: Schema) -> None:
     greatest = _GREATEST if are_integers else -_LEAST
     for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         bound = new.get(key)
-        if isinstance(bound, (int, float)) and not isinstance(bound, bool):
-            new[key] = max(bound, _LEAST) if key.endswith("inimum") else min(bound, greatest)
+        if isinstance(bound, (int, float)) and not isinstance(bound, bool) and abs(bound) >= _MAX_EXACT:
+            # an exclusive bound becomes an inclusive one: llguidance would round the integer beside it
+            del new[key]
+            beside = int(key.startswith("exclusive"))
+            if key.endswith("inimum"):
+                new["minimum"] = max(new.get("minimum", _LEAST), _rounded_up(bound, beside))
+            else:
+                most = -_rounded_up(-bound, beside)
+                most = greatest if bound - beside >= greatest else most
+                new["maximum"] = min(new.get("maximum", greatest), most)
+
+
+def _rounded_up(bound: float, more: int) -> int:
+    """Return the least integer from bound + more on that floating-point numbers hold exactly.
+
+    It is at least _LEAST. If it would be above -_LEAST, return 2**64, which no integer of 64 bits reaches.
+    """
+    bound = int(max(_LEAST - 1, min(bound, 2**64))) + more
+    if bound > -_LEAST:
+        return 2**64
+    near = max(float(bound), _LEAST)
+    return int(near if near >= bound else nextafter(near, inf))
 
 
 def _check_integers(value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,9 @@ from kvtool.errors import UsageError
 
 MAX_CHOICES = 10_000
 """Maximum number of texts in a choice."""
+
+MAX_REPETITIONS = 10_000
+"""Maximum count of a repetition such as a{10000}. llguidance takes about a minute to compile a million."""
 
 
 class Rules(NamedTuple):
@@ -46,7 +50,15 @@ def of_regex(pattern: str) -> Rules:
     """Return rules for the texts that a regular expression matches completely."""
     import llguidance
 
+    if repeats_too_often(pattern):
+        raise UsageError(f"the regular expression is too complex: it repeats over {MAX_REPETITIONS:,} times")
     return Rules("TEXT", (f"TEXT: /{llguidance.regex_to_lark(pattern, 'd')}/",), "the regular expression")
+
+
+def repeats_too_often(pattern: str) -> bool:
+    """True if a repetition of a regular expression has a count above MAX_REPETITIONS."""
+    counts = re.findall(r"\{0*(\d*)(?:,0*(\d*))?\}", pattern)
+    return any(len(n) > 5 or int(n or 0) > MAX_REPETITIONS for pair in counts for n in pair)
 
 
 def literal(text: str) -> str:

@@ -82,11 +82,11 @@ def enforced_text(schema: str) -> Enforced:
     return enforced(parsed)
 
 
-def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
+def enforced(schema: Mapping[str, Any], *, strict: bool = False, drops_integers: bool = False) -> Enforced:
     """Return the part of a schema that can be enforced.
 
     Raises Unenforced if the schema is invalid, is too large, or fits no value. If `strict`, also raises
-    Unenforced if a keyword cannot be enforced.
+    Unenforced if a keyword cannot be enforced. drops_integers: see `rewritten`.
     """
     try:
         text = json.dumps(schema)
@@ -94,18 +94,18 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False) -> Enforced:
         raise Unenforced("the JSON schema is nested too deeply") from None
     if len(text) > MAX_CHARACTERS:
         raise Unenforced(f"the JSON schema has more than {MAX_CHARACTERS:,} characters")
-    return _enforced(text, strict)
+    return _enforced(text, strict, drops_integers)
 
 
 # cached, because clients send the same tools with every request, and tools contain schemas
 @lru_cache(128)
-def _enforced(text: str, strict: bool) -> Enforced:
+def _enforced(text: str, strict: bool, drops_integers: bool) -> Enforced:
     schema = json.loads(text)
     reason = ""
     try:
         for is_exact in (True, False):
             try:
-                new, left_out = rewritten(schema, is_exact=is_exact)
+                new, left_out = rewritten(schema, is_exact=is_exact, drops_integers=drops_integers)
             except UsageError as error:
                 reason = reason or str(error)
                 continue

@@ -16,6 +16,7 @@ from kvtool.llama.constraint import Matcher, Vocabulary
 from kvtool.llama.model import Model
 from kvtool.llama.patterns import parts_of
 from kvtool.llama.rewriting import rewritten
+from kvtool.llama.rules import of_regex
 from kvtool.llama.schema import enforced
 from tests import tiny
 from tests.llama.test_constraint import bounded
@@ -154,6 +155,19 @@ def test_constant_integers_that_would_be_rounded_are_refused(schema, n):
     assert enforced({"const": 2**53, "enum": [-(2**53), 2**53, 1e300], "default": 2**60}).schema
 
 
+def test_constant_integers_that_would_be_rounded_can_be_left_out(vocabulary):
+    schema = {
+        "type": "object",
+        "properties": {"id": {"type": "integer", "const": 2**53 + 1}, "kind": {"const": "a"}},
+        "required": ["id", "kind"],
+    }
+    actual = enforced(schema, drops_integers=True)
+    assert [*actual.left_out] == [("const beyond 2^53", "#/properties/id/const")]
+    assert is_text_of(vocabulary, actual.schema, '{"id": 7, "kind": "a"}')
+    assert not is_text_of(vocabulary, actual.schema, '{"id": 7, "kind": "b"}')
+    assert not is_text_of(vocabulary, actual.schema, "{}")
+
+
 def test_constant_values_show_which_options_are_apart():
     kinds = [
         {"type": "object", "properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(400)
@@ -198,6 +212,15 @@ def test_other_than_matches_all_texts_but_the_given(texts):
 )
 def test_patterns_are_rewritten_for_llguidance(pattern, parts):
     assert parts_of(pattern) == parts
+
+
+@pytest.mark.parametrize("count", ["10001", "200000", "2,1000000", "20000,", "9" * 5000])
+def test_repetitions_that_take_long_to_compile_are_refused(count):
+    with pytest.raises(UsageError, match=r"^the regular expression is too complex: it repeats over 10,000"):
+        of_regex(f"a{{{count}}}")
+    assert parts_of(f"^a{{{count}}}$") is None
+    assert of_regex("a{3,10000}b{0,5}").start == "TEXT"
+    assert parts_of("^a{0,10000}$") == ("^a{0,10000}$",)
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -347,6 +370,48 @@ def test_one_bound_of_an_integer_is_completed(vocabulary):
         schema = {"type": "integer"} | bound
         assert is_text_of(vocabulary, schema, str(10**18))
         assert not is_text_of(vocabulary, schema, str(10**19))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "written"),
+    [
+        ({"minimum": 2**53 + 1, "maximum": 2**53 + 7}, range(2**53 + 2, 2**53 + 7)),
+        ({"minimum": -(2**53) - 7, "maximum": -(2**53) - 1}, range(-(2**53) - 6, -(2**53) - 1)),
+        ({"exclusiveMinimum": 2**53, "exclusiveMaximum": 2**53 + 8}, range(2**53 + 2, 2**53 + 7)),
+        ({"exclusiveMinimum": 2**53 - 1, "maximum": 2**53}, [2**53]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1]),
+        ({"minimum": 2**60, "exclusiveMaximum": 2**63}, [2**60, 2**63 - 1]),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 2**63 - 1}, [2, 2**63 - 1024]),
+        ({"exclusiveMinimum": -(2**63), "minimum": -1}, [-1, 2**63 - 1]),
+    ],
+)
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_integers_beyond_2_53_are_written_only_within_their_bounds(vocabulary, bounds, written, are_apart):
+    schema = {"type": "integer"} | bounds
+    if are_apart:
+        schema = {"allOf": [{"type": "integer"}, *({key: bound} for key, bound in bounds.items())]}
+        written = [number for number in written if number < 2**63 - 1024]
+    assert all(is_text_of(vocabulary, schema, str(number)) for number in written)
+    least, most = written[0], written[-1]
+    near = {number + n for number in (least, most) for n in range(-9, 10)}
+    outside = [number for number in near if not fits(number, schema)]
+    assert not any(is_text_of(vocabulary, schema, str(number)) for number in outside)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": -(2**63), "maximum": -(2**63) + 3},
+        {"minimum": 2**53 + 3, "maximum": 2**53 + 3},
+        {"minimum": 2**60 + 1, "maximum": 2**60 + 9},
+        {"minimum": 2**63},
+        {"minimum": 10**400},
+        {"maximum": -(10**400)},
+    ],
+)
+def test_bounds_beyond_2_53_that_leave_no_integer_are_refused(bounds):
+    with pytest.raises(UsageError, match="Unsatisfiable schema: minimum .* is greater than maximum"):
+        enforced({"type": "integer"} | bounds)
 
 
 def test_bounds_of_numbers_beyond_64_bits_are_not_refused(vocabulary):

@@ -244,6 +244,17 @@ def test_strict_tool_with_an_unenforceable_schema_is_an_error(engine, format, wh
     assert forced(engine, format, tools, Choice("required", "a"))
 
 
+def test_great_constant_is_left_out_only_for_a_tool_that_is_not_strict(engine):
+    schema = {"type": "object", "properties": {"x": {"const": 2**53 + 1}}, "required": ["x"]}
+    rules = CallRules(Vocabulary.of(engine.model), HERMES)
+    rules.call(check_tools([tool("f", schema)]))
+    assert rules.remarks == [
+        "tools[0].function.parameters.properties.x.const: const beyond 2^53 cannot be enforced"
+    ]
+    with pytest.raises(ApiError, match="would be rounded; use a string"):
+        rules.call(check_tools([tool("f", schema, strict=True)]))
+
+
 @each_format
 def test_too_deep_schema_is_an_error_only_for_a_strict_tool(engine, format):
     schema = {"type": "integer"}

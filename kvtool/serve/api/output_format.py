@@ -67,13 +67,15 @@ class OutputFormat:
             raise ApiError(f"{self.where}: {error}", param=self.where) from None
 
 
-def enforced_at(schema: Mapping[str, Any], where: str, *, strict: bool) -> Enforced:
+def enforced_at(
+    schema: Mapping[str, Any], where: str, *, strict: bool, drops_integers: bool = False
+) -> Enforced:
     """Return the part of a schema that can be enforced: see `enforced`.
 
     where: the request's field that has the schema. Raises ApiError, which names the keyword that is wrong.
     """
     try:
-        return enforced(schema, strict=strict)
+        return enforced(schema, strict=strict, drops_integers=drops_integers)
     except UsageError as error:
         at = _place(where, error.where if isinstance(error, Unenforced) else "")
         raise ApiError(f"{at}: {error}", param=at) from None

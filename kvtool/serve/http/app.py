@@ -24,7 +24,7 @@ from kvtool.serve.api.errors import ApiError, internal_error
 from kvtool.serve.api.fields import Fields, wrong
 from kvtool.serve.api.requests import ChatRequest, Defaults, Request
 from kvtool.serve.api.responses import ResponseBodies
-from kvtool.serve.events import Event
+from kvtool.serve.events import End, Event
 from kvtool.serve.http import gate, metrics, page
 from kvtool.serve.http.access import AccessLog
 from kvtool.serve.http.gate import Limits
@@ -68,6 +68,9 @@ class Site:
         True if the server has the route /metrics, which reports `counts`.
     log
         Called with a line about each request. None if there is no log.
+    warn
+        Called with a line when chats can no longer be stored. Not called again for the same cause until a
+        chat was stored.
     stored
         Returns the number of stored chats, and the number of their bytes.
     caches
@@ -92,10 +95,22 @@ class Site:
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
     log: Callable[[str], None] | None = None
+    warn: Callable[[str], None] = lambda line: None
     stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
     caches: Callable[[], tuple[int, int, int]] = lambda: (1, 1, 0)
     threads: ModelThreads = field(default_factory=ModelThreads)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _unsaved_cause: str = ""
+
+    def add_answer(self, end: End) -> None:
+        """Count an answer, and warn if its chat could not be stored. end: the answer's last event."""
+        self.counts.add(end)
+        reason = end["kvtool"].get("unsaved", "")
+        # the beginning of the reason has the name of the chat's file, which changes
+        cause = reason.rpartition(": ")[2]
+        if cause and cause != self._unsaved_cause:
+            self.warn(f"chats are not stored: {reason}")
+        self._unsaved_cause = cause
 
 
 def make(site: Site) -> Starlette:
@@ -290,7 +305,7 @@ async def _complete(site: Site, job: Job, request: Request, bodies: AnswerBodies
             logprobs += event["logprobs"]
         if event["kind"] == "end":
             job.end = event
-            site.counts.add(event)
+            site.add_answer(event)
             return JSONResponse(bodies.whole(logprobs, event))
 
 
@@ -321,7 +336,7 @@ async def _stream(
             lines += bodies.failed(event["error"])
         elif event["kind"] == "end":
             job.end = event
-            site.counts.add(event)
+            site.add_answer(event)
             lines += bodies.last(logprobs, event)
         # the beginning of a tool call may be held back for a long time, so send a ping
         if not lines and time.monotonic() - sent_at > PING_S:

@@ -14,6 +14,7 @@ class Counts:
     answered: int = 0
     refused: int = 0
     abandoned: int = 0
+    unsaved: int = 0
     cached: int = 0
     read: int = 0
     written: int = 0
@@ -23,6 +24,7 @@ class Counts:
     def add(self, end: End) -> None:
         """Add an answer. end: its last event."""
         self.answered += 1
+        self.unsaved += "unsaved" in end["kvtool"]
         self.cached += end["n_cached"]
         self.read += end["n_prompt"] - end["n_cached"]
         self.written += end["n_written"]
@@ -37,6 +39,7 @@ def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int]
         ("requests_answered_total", "counter", "Requests that were answered.", counts.answered),
         ("requests_refused_total", "counter", "Requests that got an error.", counts.refused),
         ("requests_abandoned_total", "counter", "Requests whose client left early.", counts.abandoned),
+        ("chats_unsaved_total", "counter", "Answers whose chat could not be stored.", counts.unsaved),
         ("cached_tokens_total", "counter", "Tokens of prompts that were in the cache.", counts.cached),
         ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", counts.read),
         ("prompt_seconds_total", "counter", "Seconds of reading.", counts.read_s),

@@ -96,7 +96,9 @@ class CallRules:
         """Add the rule of a call of a tool, and return the name of the rule. where: field with the schema."""
         is_strict = bool(function.get("strict"))
         try:
-            parameters = enforced_at(function["parameters"], where, strict=is_strict)
+            parameters = enforced_at(
+                function["parameters"], where, strict=is_strict, drops_integers=not is_strict
+            )
         except ApiError as error:
             if is_strict:
                 raise
