@@ -727,7 +727,7 @@ def test_damaged_copy_also_drops_older_marks_of_another_stream(chat):
     "".join(talk.reply("two", 2))
     assert talk.undo() == 'the turn "two"'
     damage(talk.undo_stack.newest.file)
-    with pytest.raises(SessionError, match="is damaged"):
+    with pytest.raises(SessionError, match="and its chat cannot continue"):
         talk.undo()
     assert talk.undo() is None
     assert talk.n_turn == 0
