@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from kvtool.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from kvtool.chats.template import Template
     from kvtool.engine.loop import Engine
-    from kvtool.llama.model import Model
     from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.http.app import Site
     from kvtool.serve.pool import SlotPool
@@ -224,6 +223,7 @@ def _opened(
     max_bytes: maximum size of all stored chats.
     """
     from kvtool.chats.conversation import Conversation
+    from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
     from kvtool.cli.chat.files import meta_of
     from kvtool.config import drafting
@@ -241,7 +241,9 @@ def _opened(
         first, run = opened.engine, opened.run
         site.policy = run.policy
         folder = stack.enter_context(lock_folder(serving.sessions))
-        template = _template(first.model, run.chat_template)
+        template = None
+        with suppress(ModelError):
+            template = template_of(first.model, run.chat_template)
         fixed, kept = fixed_of(first, run, template), run.session_values() | generation.session_values()
         chats = stack.enter_context(closing(ChatStore(folder, max_bytes, fixed)))
         if chats.n_others:
@@ -275,19 +277,6 @@ def _opened(
             return slot(stack.enter_context(closing(_another_engine(first))))
 
         yield SlotPool(lock, slot(first), another, n_max, say)
-
-
-def _template(model: Model, file: str | None) -> Template | None:
-    """Return the chat template: see `template_of`. None if the model has none, or a broken one.
-
-    Raises the errors of `template_of` if there is a file.
-    """
-    from kvtool.chats.prompt import template_of
-
-    try:
-        return template_of(model, file)
-    except ModelError:
-        return None
 
 
 def _checked_thinking(generation: GenerationOptions, template: Template) -> ThinkingOptions:
