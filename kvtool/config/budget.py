@@ -194,8 +194,8 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
         raise
     if budget.in_bytes and policy.budget > n:
         raise UsageError(
-            f"--budget {budget.text}: with these parameters a row takes more than its budget at times, so "
-            "bytes would not bound it; give it in tokens (512) or as a share (10%)"
+            f"--budget {budget.text}: with these parameters a row of {spec.name} takes more than its budget "
+            "at times, so bytes would not bound it; give it in tokens (512) or as a share (10%)"
         )
     notes = []
     if is_whole:

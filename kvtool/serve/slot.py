@@ -110,7 +110,7 @@ class Slot:
         try:
             if isinstance(request, TextRequest):
                 return prompts.n_reused(self.writer, request, prompts.tokens_of(self.model, request.prompt))
-            if not (self._resumer and isinstance(request, ChatRequest)):
+            if not (self._resumer and isinstance(request, ChatRequest) and request.reuses):
                 return 0
             self._resumer.use(self._rendering(request)[0])
             return self._resumer.n_shared(request.messages, _tools_in_prompt(request))
@@ -200,7 +200,7 @@ class Slot:
         tools: the tools in the prompt.
         """
         started, conversation = time.perf_counter(), resumer.conversation
-        tokens = resumer.begin(request.messages, tools, history)
+        tokens = resumer.begin(request.messages, tools, history, reuses=request.reuses)
         conversation.hold_header()
         n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
         self._check_length(n_all)

@@ -176,7 +176,8 @@ def test_models_props_tokenize_and_metrics_answer(server, client):
         assert http.get("/tokenizer_info").json()["eos_token"]
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
         # the error message does not repeat control characters
-        assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
+        assert "no such address: /no [2J; " in http.get("/no%1b[2J").json()["error"]["message"]
+        assert "; chats go to /v1/" in http.post("/chat/completions", json={}).json()["error"]["message"]
         assert http.get("/v1/chat/completions").status_code == 405
         # DNS rebinding: an attacker's host name resolves to this machine
         for host in ("evil.example", "localhost.evil.example", "[bad"):
@@ -277,6 +278,8 @@ def test_long_system_prompt_is_read_once(smol, tmp_path, connect):
         first = ask(client, [system, message("user", "What is deep?")])
         second = ask(client, [system, message("user", "What is wide?")])
         again = ask(client, [system, message("user", "What is deep?")])
+        alone = ask(client, [system, message("user", "And?")], extra_body={"cache_prompt": False})
+    assert alone.usage.prompt_tokens_details.cached_tokens == 0
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens % 64 == 0
     assert second.usage.prompt_tokens_details.cached_tokens > 300

@@ -74,6 +74,14 @@ def test_edited_chat_gets_the_answer_of_a_fresh_server(url, talker, options):
         assert ask(fresh.url, edited).reply == reply
 
 
+def test_request_that_reuses_nothing_reads_all_its_tokens(url):
+    messages, n_all = talked(url)
+    again = ask(url, messages[:4], cache_prompt=False)
+    assert again.n_cached == 0
+    assert (again.reply, again.n_all) == (messages[4], n_all[1])
+    assert ask(url, messages[:4]).n_read == 1
+
+
 def test_short_chat_continues_after_another_chat(url):
     short, other = [message("user", "Name a river. " * 12)], [message("user", "A title, please.")]
     assert ask(url, short).n_read < 256

@@ -116,7 +116,6 @@ HARMLESS = frozenset(
 """Fields of other servers that do not change the answer. They are ignored."""
 
 INERT = {
-    "cache_prompt": (True,),
     "id_slot": (-1,),
     "length_penalty": (1,),
     "prediction": (),

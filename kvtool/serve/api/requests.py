@@ -91,6 +91,8 @@ class Request:
         log-probabilities.
     stream
         True to send the answer piece by piece.
+    reuses
+        True to read only the tokens after the longest beginning that is cached or stored.
     with_usage
         True if a stream ends with the numbers of tokens.
     with_progress
@@ -113,6 +115,7 @@ class Request:
     ignores_end: bool
     logprobs: int | None
     stream: bool
+    reuses: bool
     with_usage: bool
     with_progress: bool
     n_share: int
@@ -165,13 +168,10 @@ class TextRequest(Request):
         The text, or its tokens.
     echo
         True if the answer begins with the prompt.
-    reuses
-        True to read only the tokens after the beginning that an earlier text has in common with the prompt.
     """
 
     prompt: str | list[int]
     echo: bool
-    reuses: bool
 
     @property
     def is_scored(self) -> bool:
@@ -282,7 +282,6 @@ def check_text(body: object, defaults: Defaults) -> TextRequest:
     return TextRequest(
         prompt=_prompt(fields.pop("prompt")),
         echo=fields.flag("echo"),
-        reuses=fields.flag("cache_prompt", True),
         logprobs=_logprobs(fields),
         places=ClientPlaces({}),
         **_common(fields, defaults),
@@ -325,6 +324,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         "allowed": fields.tokens("allowed_token_ids"),
         "ignores_end": any([fields.flag(name) for name in ("ignore_eos", "ban_eos_token")]),
         "stream": stream,
+        "reuses": fields.flag("cache_prompt", True),
         "with_progress": fields.flag("return_progress") and stream,
         "with_usage": stream and bool(stream_options.get("include_usage")),
         "n_share": _n_share(fields.mapping("kvtool")),

@@ -103,7 +103,7 @@ def check_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
     if value != "required":
         raise ApiError.at("tool_choice", f"must be 'none', 'auto', 'required' or an object{_got(value)}")
     if not tools:
-        raise ApiError.at("tool_choice", "must not be 'required' without tools")
+        raise ApiError.at("tool_choice", "must not be 'required' without a tool of type 'function'")
     return Choice("required")
 
 

@@ -491,10 +491,13 @@ async def _internal_error(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:
-    is_known = error.status_code == 405
-    fault = f"{http.method} is not for this address" if is_known else "no such address"
-    code = "method_not_allowed" if is_known else "not_found"
-    answer = _failed(http, ApiError(f"{fault}: {http.url.path}", status=error.status_code, code=code))
+    path = http.url.path
+    if error.status_code == 405:
+        fault, code = f"{http.method} is not for this address: {path}", "method_not_allowed"
+    else:
+        chats = "/v1/chat/completions, /v1/responses or /v1/messages"
+        fault, code = f"no such address: {path}; chats go to {chats}", "not_found"
+    answer = _failed(http, ApiError(fault, status=error.status_code, code=code))
     # add starlette's headers, which list the allowed methods
     answer.headers.update(error.headers or {})
     return answer

@@ -150,10 +150,15 @@ class Resumer:
         n = n_equal(self.conversation.writer.stream, self._whole(messages, tools)[0])
         return self._engine.n_kept(min(n, self._engine.n_past))
 
-    def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
-        """Bring the engine to the longest stored beginning of a chat. Return the tokens after it, i32[n]."""
+    def begin(
+        self, messages: list[Message], tools: list[Any], history: History, *, reuses: bool
+    ) -> np.ndarray:
+        """Bring the engine to the longest stored beginning of a chat. Return the tokens after it, i32[n].
+
+        reuses: False to empty the engine and return all tokens.
+        """
         current, self._current = self._current, None
-        for candidate in self._candidates(current, messages, tools, history):
+        for candidate in self._candidates(current, messages, tools, history) if reuses else ():
             if (tokens := self._rewind(candidate, current, history)) is not None:
                 # remember the chat that the engine holds, so that it can be rewound even if the client leaves
                 self._current = self._continued
@@ -161,7 +166,8 @@ class Resumer:
             # the failed rewind may have loaded another stream, so the engine may no longer hold `current`
             current = None
         tokens, n_pinned = self._whole(messages, tools)
-        self._marks, self._continued = [], self._load_system_prompt(history, tokens)
+        self._marks = []
+        self._continued = self._load_system_prompt(history, tokens) if reuses else None
         if not self._continued:
             self.conversation.start_over(n_pinned)
         self.n_cached = self._engine.n_past
