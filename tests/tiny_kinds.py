@@ -215,7 +215,7 @@ def write_refact(path, *, n_layer=2, n_ctx_train=1024, seed=0):
 
 
 def write_gemma2(path, *, n_layer=4, n_head_kv=N_HEAD_KV, cap=12.0, window=16, n_ctx_train=1024, seed=0):
-    """Attention logits are capped. Every other layer slides."""
+    """Attention logits are capped. Every second layer has a sliding window."""
     writer = begin(path, "gemma2", n_ctx_train, n_layer, n_head_kv=n_head_kv, eps=1e-6)
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)

@@ -22,22 +22,22 @@ _MORE = 2
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a reply, split into the part that earlier replies share and the part that they omit.
+    """Header of a reply, in two parts. The template repeats only the first part before earlier replies.
 
     Attributes
     ----------
     tokens
         Tokens of the header, i32[n].
     kept
-        First part of the text. The template also writes it before earlier replies.
+        First part of the text.
     left_out
-        Second part, which the template omits from earlier replies. It opens a thought or is an empty thought.
+        Second part. It opens a thought or is an empty thought.
     n_left_out
         Number of tokens of the second part.
     earlier
         Text that the template writes between `kept` and the answer of an earlier reply without a thought.
     begun
-        Beginning of the reply, given by a client; it follows both parts.
+        Beginning of the reply, if a client gives one. It follows both parts.
     n_begun
         Number of tokens after `kept` if `begun` is given, otherwise 0. All these tokens stay in the cache.
     """

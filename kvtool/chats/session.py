@@ -32,9 +32,9 @@ from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.files import LOCK, is_locked, locked, replacing
 
 FORMAT, FORMAT_ARCHIVED, NEWEST_FORMAT = 1, 2, 3
-"""Format numbers of a session without FILE.archive, with FILE.archive, and with checkpoints in FILE.archive.
+"""Numbers of the formats: a session without FILE.archive, with it, and with checkpoints in it.
 
-The numbers are increased when the meaning of the file's contents changes.
+A change in the meaning of the file's contents needs a new number.
 """
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")

@@ -163,9 +163,9 @@ def item_interval(scores: np.ndarray, *, are_hits: bool) -> tuple[float, float] 
 def paired_interval(differences: np.ndarray, *, are_hits: bool) -> tuple[float, float] | tuple[None, None]:
     """95 % interval of the mean of differences f64[n] between two runs' scores of the same items.
 
-    are_hits: see `item_interval`. For hits, the result is the interval of Bonett and Price (2012). It adds an
-    item with the difference 1 and an item with -1, so it has a width even if all differences are equal. A
-    single difference has no interval.
+    are_hits: see `item_interval`. The interval of hits is that of Bonett and Price (2012): two items with the
+    differences 1 and -1 are added, so the interval has a width even if all differences are equal. A single
+    difference has no interval.
     """
     if len(differences) < 2 or not are_hits:
         return item_interval(differences, are_hits=False)

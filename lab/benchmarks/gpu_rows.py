@@ -275,8 +275,8 @@ def profile(args: Args) -> Iterator[Row]:
     way = WAYS[args.way]
     model = Model(args.model)
     tokens = depths.text(model)
-    # at depth 700 recall's archive is nearly empty: its operation then mostly costs the interruption of the
-    # graph in each layer
+    # at depth 700 recall's archive is nearly empty: most of the time of its operation is then the time that
+    # the interruption of the graph takes in each layer
     for depth in (700, 2048) if args.small else (700, 8192, 32768):
         engine, timers = at_depth(model, way, depth, tokens), Timers()
         for owner, method in (

@@ -222,7 +222,7 @@ class _Seen:
 
 
 def _seen(look: Look, model: str, results: Path) -> list[_Seen]:
-    """Return the measurements for a test with this model, one for each of its scores that was measured."""
+    """Return the measurements for a test with this model: one for each measured score of the test."""
     experiment = EXPERIMENTS[look.experiment]
     lines = tables.kept(tables.of_model(experiment, model), results)
     seen = []

@@ -55,7 +55,7 @@ def filled(text: str) -> str:
 
 
 def missing(name: str, results: Path = RESULTS) -> list[Ask]:
-    """The commands of a run that still have to be run, because the records lack their lines."""
+    """The commands of a run whose results are not yet in the records."""
     return list(RUNS[name].missing(records.read(results / f"{name}.jsonl"), name))
 
 

@@ -260,7 +260,7 @@ def test_undo_keeps_the_session_until_its_own_chat_is_restored(terminal, chat_kv
         assert chat_kv.read_bytes() == saved
     assert "previous" not in chat.say("/undo")
     assert user_messages(chat_kv) == FOUR
-    # the chat reports when an undo moves the set-aside file back
+    # /undo moves the previous chat's file back, and reports this
     chat.say(f"/load {other_kv}")
     assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
     assert user_messages(chat_kv.with_name("chat.kv.1")) == FOUR

@@ -130,7 +130,7 @@ def test_session_opened_at_every_turn_equals_an_uninterrupted_one(tiny_model, tm
             for each in (engine, other):
                 each.read(tokens)
                 if turn % 5 == 4 and limit > 1200:
-                    # cut tokens that the last turn has saved
+                    # the rewind removes tokens that are already in the file
                     assert each.rewind(each.n_past - 450)
             write(file, engine, store)
             size = archive_path(file).stat().st_size if engine.n_archived else 0

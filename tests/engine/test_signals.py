@@ -31,7 +31,7 @@ REDUCE = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 @dataclass(frozen=True, slots=True)
 class Recorder(Policy):
-    """Keep a random choice of tokens, and record every view."""
+    """Keep a random choice of tokens, and record every `View` that the engine passes."""
 
     budget: int
     slack: int

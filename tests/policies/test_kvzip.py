@@ -55,7 +55,7 @@ def test_pinned_and_held_tokens_get_no_score():
 
 
 def repeat(engine, stream, tokens, begin, stop):
-    """Let the reference stream repeat its tokens[begin:stop], in the engine's chunks."""
+    """Run the reference's reconstruction pass over tokens[begin:stop], in chunks of the engine's size."""
     words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
     n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)

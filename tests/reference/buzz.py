@@ -49,8 +49,8 @@ def keep(
 def steady(threshold, stride, old_stride):
     """Return the number of middle tokens that each eviction leaves in the long run.
 
-    This is the smallest n with the following property: if there are n old and threshold + 1 - n new tokens,
-    an eviction leaves at most n tokens.
+    This is the smallest n such that an eviction of n tokens from earlier evictions and threshold + 1 - n
+    newer ones leaves at most n tokens.
     """
 
     def left(n):

@@ -106,7 +106,7 @@ def test_sample_fills_its_length_and_depends_only_on_the_seed(name, items_of, mo
     assert [item.id for item in items] == [f"{name}-{length}-{i}" for i in range(2)]
     assert items == items_of(name, length=length, repeats=2)
     assert items[0].prompt != items[1].prompt
-    # a few documents have only a few orders, so two seeds may give the same prompt
+    # seeds shuffle the documents; a prompt has so few of them that two seeds may give the same order
     others = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
     assert any(other != items[0].prompt for other in others)
     for item in items:

@@ -193,7 +193,7 @@ class ChatFiles:
                 self._saved = self._comparable()
 
     def advice(self, error: StreamEnd) -> str:
-        """Return an error's message. If it advises options that the session fixes, add what to do."""
+        """Return an error's message. If it advises options that a session cannot change, add what to do."""
         engine = self.chat.writer.engine
         if not (self.path and self._saved) or (
             engine.policy.evicts and engine.settings.positions != "original"

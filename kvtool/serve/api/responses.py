@@ -190,7 +190,7 @@ def _full_name(group: object, name: object) -> object:
 
 
 def _tool_choice(choice: Any) -> object:
-    """Convert a tool_choice. In a chat, the name of a function is one level deeper."""
+    """Convert a tool_choice to that of chat completions, where {"function": {...}} encloses the name."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         name = _full_name(choice.get("namespace"), choice["name"])
         return {"type": "function", "function": {"name": name}}

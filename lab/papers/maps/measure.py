@@ -57,8 +57,8 @@ class Reading:
     def columns(self, kind: str, wanted: Collection[Observed], measure: Measure) -> list[np.ndarray]:
         """Return the layers i32[head], the heads i32[head], then an array f64[head] for each measured number.
 
-        kind: the map, which decides which layers are measured. wanted: data to observe. Raises the errors of
-        `observe`.
+        kind: name of the map; it decides which layers are measured. wanted: data to observe. Raises the
+        errors of `observe`.
         """
         heads_seen = []
 

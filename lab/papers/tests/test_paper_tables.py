@@ -223,9 +223,9 @@ def test_the_geometric_means_error_is_that_of_draws():
     mean, error = statistics.mean_error(np.array(linear), np.ones(400))
     assert mean == pytest.approx(np.prod([values.mean() for values in scores.values()]) ** (1 / 3))
     assert error == pytest.approx(geometric.std(), rel=0.05)
-    # an item without scores does not count. If the mean of a score is 0, only the first item has a number, so
-    # that there is no error
+    # an item without scores does not count
     assert places._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
+    # if one score's mean is 0, so is the geometric mean; it has no standard error, which needs two numbers
     assert places._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
 
 
