@@ -54,6 +54,7 @@ def write_llama(
     arch=None,
     seed=0,
     key_bias=0.0,
+    control=(),
 ):
     """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 
@@ -62,9 +63,10 @@ def write_llama(
     letters: also zero the output rows of byte tokens, so that the model writes letters and blanks.
     n_head_kv: an int, or with arch="deci" a list with one number per layer. (Deci is otherwise like llama.)
     key_bias: standard deviation of the biases that are added to keys; 0 to add none.
+    control: further control tokens.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
+    writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos, control)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(head_dim)
@@ -157,6 +159,7 @@ def start(
     n_vocab,
     space_prefix=False,
     add_bos=False,
+    control=(),
 ):
     """Return a GGUFWriter with the tokenizer and the header fields that all architectures here have.
 
@@ -166,7 +169,7 @@ def start(
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
     writer = _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    _add_tokenizer(writer, n_vocab, space_prefix, add_bos)
+    _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control)
     return writer
 
 

@@ -53,12 +53,24 @@ class AfterThought(Constraint):
         Reply header. It may open a thought or close a thought. Otherwise the model decides whether to think.
     budget
         Maximum tokens of the thought, without its tags; None for no limit.
+    may_call
+        True if a tool call may follow `Tags.bare_end`. The answer then begins after this text, and the inner
+        constraint must allow `Tags.plain` before other answers.
     """
 
     def __init__(
-        self, inner: Constraint | None, model: Model, tags: Tags, header: str, budget: int | None = None
+        self,
+        inner: Constraint | None,
+        model: Model,
+        tags: Tags,
+        header: str,
+        budget: int | None = None,
+        *,
+        may_call: bool = False,
     ) -> None:
-        self._inner, self._tags, self._budget = inner, tags, budget
+        self._inner, self._budget = inner, budget
+        self._tags = Tags(tags.start, tags.bare_end) if may_call else tags
+        self._max_breaks = 0 if may_call else _MAX_BREAKS
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
         # for each checked beginning of an answer: True if the inner constraint allows this beginning
@@ -91,7 +103,7 @@ class AfterThought(Constraint):
             bad = self._bad_ends(self._inner)
             return fits & ~self._vocabulary.mask_of(bad) if bad else fits
         if self._place is _Place.BREAK:
-            breaks = (b"\n" * n for n in range(1, _MAX_BREAKS - self._n_break + 1))
+            breaks = (b"\n" * n for n in range(1, self._max_breaks - self._n_break + 1))
             return self._and(self._inner, [self._vocabulary.tokens_of(text)[0] for text in breaks])
         return self._inner.mask()
 
@@ -105,7 +117,7 @@ class AfterThought(Constraint):
             self._place = _Place.ANSWER
             return True
         self._n_break += len(piece)
-        return self._place is _Place.BREAK and not piece.strip(b"\n") and self._n_break <= _MAX_BREAKS
+        return self._place is _Place.BREAK and not piece.strip(b"\n") and self._n_break <= self._max_breaks
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._place is _Place.START:
@@ -273,10 +285,12 @@ def after_thought(
     budget: int | None = None,
     header: str | None = None,
     begun: str = "",
+    *,
+    may_call: bool = False,
 ) -> Around:
     """Return a function that wraps a constraint, so that it applies only after the thought of a reply.
 
-    header, budget: see `AfterThought`. If `header` is None, the template's reply header is used.
+    header, budget, may_call: see `AfterThought`. If `header` is None, the template's reply header is used.
     begun: beginning of the reply, given by a client; "" if the client gave none.
     """
     header = template.reply_start() if header is None else header
@@ -291,6 +305,6 @@ def after_thought(
             inner.begin(Vocabulary.of(model).tokens_of(answer.encode()))
         if not template.has_thoughts or (inner is None and budget is None):
             return inner
-        return AfterThought(inner, model, tags, header, budget)
+        return AfterThought(inner, model, tags, header, budget, may_call=may_call)
 
     return around

@@ -103,6 +103,8 @@ class Conversation:
         Control tokens that `write` yields as text, because they delimit thoughts.
     thought_budget
         Maximum tokens of a reply's thought, after which the end tag is forced. None for no limit.
+    may_call
+        True if a tool call may follow a thought: see `AfterThought`.
     """
 
     id: str
@@ -121,6 +123,7 @@ class Conversation:
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
+        self.may_call = False
         self.effort: str | None = None
         # mark to which `finish_reply` rewinds; None if the reply must stay unchanged
         self._before_reply: Mark | None = None
@@ -383,7 +386,8 @@ class Conversation:
         """
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
-        around = after_thought(model, self.template, self.thought_budget, header, begun)
+        budget, may_call = self.thought_budget, self.may_call
+        around = after_thought(model, self.template, budget, header, begun, may_call=may_call)
         self.writer.sampler.start(self.n_reply, around)
 
     def finish_reply(self, start: str | None) -> None:

@@ -26,6 +26,11 @@ class Tags(NamedTuple):
     end: str
     plain: str = ""
 
+    @property
+    def bare_end(self) -> str:
+        """The text `end` without `plain`. After it, a tool call may follow in place of `plain`."""
+        return self.end.removesuffix(self.plain)
+
 
 THINK = Tags("<think>", "</think>")
 """Tags of most models, assumed for a template without tags."""
@@ -73,7 +78,8 @@ def tags_in(*texts: str) -> Tags:
 class Splitter:
     """Splits a reply into its thought and its answer, piece by piece.
 
-    A thought can only be at the beginning of a reply. Later tags are ordinary text.
+    A thought can only be at the beginning of a reply, or directly after another thought. Later tags are
+    ordinary text.
 
     Parameters
     ----------
@@ -106,31 +112,33 @@ class Splitter:
     def feed(self, piece: str) -> Iterator[tuple[bool, str]]:
         """Yield (is_thought, text). Text that may begin a tag is held back until the next piece."""
         text, self._held = self._held + piece, ""
-        if self._is_thought is None:
-            bare = text.lstrip()
-            start, _, plain = self._tags
-            if bare.startswith(start):
-                self._is_thought = self.had_thought = True
-                text = bare[len(start) :]
-            elif plain and bare.startswith(plain):
-                self._is_thought = False
-                text = bare[len(plain) :]
-            elif start.startswith(bare) or plain.startswith(bare):
-                self._held = text
-                return
-            else:
-                self._is_thought = False
-        if self._is_thought:
-            thought, is_closed, text = text.partition(self._tags.end)
+        (start, _, plain), end = self._tags, self._tags.bare_end
+        while self._is_thought is not False:
+            if self._is_thought is None:
+                bare = text.lstrip()
+                if bare.startswith(start):
+                    self._is_thought = self.had_thought = True
+                    text = bare[len(start) :]
+                elif plain and bare.startswith(plain):
+                    self._is_thought = False
+                    text = bare[len(plain) :]
+                elif start.startswith(bare) or plain.startswith(bare):
+                    self._held = text
+                    return
+                else:
+                    self._is_thought = False
+                continue
+            thought, is_closed, text = text.partition(end)
             if not is_closed:
-                n = n_begun(thought, self._tags.end)
+                n = n_begun(thought, end)
                 self._held = thought[len(thought) - n :]
                 thought = thought[: len(thought) - n]
             if thought:
                 yield True, thought
             if not is_closed:
                 return
-            self._is_thought = False
+            # `plain`, a tool call or another thought may follow
+            self._is_thought = None if plain else False
         if text:
             yield False, text
 

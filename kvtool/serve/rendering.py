@@ -27,7 +27,7 @@ from kvtool.serve.api.requests import ChatRequest
 from kvtool.serve.api.thinking import ThinkingOptions, template_for
 from kvtool.serve.store.history import START, History
 from kvtool.serve.tools.forced import CallRules
-from kvtool.serve.tools.formats import Format
+from kvtool.serve.tools.formats import HARMONY, Format
 from kvtool.serve.tools.prompt import for_template, tools_text
 
 _N_KEPT = 16
@@ -232,7 +232,11 @@ class Rendering:
         the template shows the thought. Replies that the template leaves out are missing. The result is empty
         if the model does not think, or if the template cannot render the chat.
         """
-        replies = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        # if a call takes the place of the answer, templates show the content as a thought
+        without = {"tool_calls"} if self.format.end_token else set[str]()
+        replies = [
+            i for i, each in enumerate(messages) if each["role"] == "assistant" and not without & {*each}
+        ]
         if not (replies and self.template.has_thoughts):
             return {}
         chat, marks = list(messages), {i: f"kvtool stands in for reply {i}." for i in replies}
@@ -299,6 +303,8 @@ class Rendering:
         """Return the tokens i32[n] after the first i messages, which end with a reply. Raises ModelError."""
         if self.format.holds_results and "tool_calls" in messages[i - 1]:
             text = self._after_calls(messages, i, tools)
+        elif self.format.end_token and "tool_calls" in messages[i - 1]:
+            text = self._after_last_call(messages, i, tools)
         else:
             before, shown_tools = self._prepared(messages[: i - 1], tools)
             text = self._bare.following(before, for_template(messages[i:], self.template), shown_tools)
@@ -319,13 +325,30 @@ class Rendering:
             raise TemplateError("the model's chat template leaves calls out")
         return text
 
+    def _after_last_call(self, messages: list[Message], i: int, tools: list[Any]) -> str:
+        """Return the text of a chat from the end of the call on that ends the reply `messages[i - 1]`."""
+        prepared, shown_tools = self._prepared(messages[:i], tools)
+        before = self._bare.render(prepared, tools=shown_tools, reply=False)
+        before, whole = (
+            before.removesuffix(self.format.end_token),
+            self._text(*self._prepared(messages, tools)),
+        )
+        if not whole.startswith(before):
+            raise TemplateError("the model's chat template leaves calls out")
+        return whole.removeprefix(before)
+
+    def may_call(self, request: ChatRequest) -> bool:
+        """True if a call may take the place of the answer: see `Format.end_token`."""
+        return bool(self.format.end_token) and request.choice.kind != "none" and not request.begun
+
     def rules(self, request: ChatRequest) -> tuple[Rules | None, list[str]]:
         """Return (rules, remarks). Raises ApiError.
 
         The rules are None if any answer is allowed. The remarks are about keywords that are not enforced.
         """
         output_format = request.output_format
-        call_rules = CallRules(Vocabulary.of(self._model), self.format)
+        plain = self.template.tags.plain if self.may_call(request) else ""
+        call_rules = CallRules(Vocabulary.of(self._model), self.format, plain)
         if request.choice.kind == "required":
             if output_format:
                 raise ApiError(
@@ -337,7 +360,7 @@ class Rendering:
         rules, remarks = output_format.rules()
         # a client's grammar describes the whole reply, including calls, so it needs no rules for calls
         if request.choice.kind == "none" or output_format.kind == "grammar":
-            return rules, remarks
+            return call_rules.answer(rules), remarks
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
@@ -346,6 +369,9 @@ class Rendering:
         See `chats.marks` for marks. The tools are None if there are no tools, or if the system prompt lists
         them because the template has no native format for tools.
         """
+        if self.format is HARMONY:
+            # the template fails if a tool has no description
+            tools = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
         prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
         if tools and not Format.native(self.template):
             is_system = bool(prepared) and prepared[0]["role"] == "system"

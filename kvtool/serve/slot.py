@@ -161,6 +161,7 @@ class Slot:
         self._remarks = [*map(request.places.in_text, [*remarks, *unenforced])]
         resumer.use(rendering)
         conversation.thought_budget = request.thinking.budget
+        conversation.may_call = rendering.may_call(request)
         history = rendering.history(request.name, request.messages, tools)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()

@@ -86,7 +86,7 @@ class Answering:
         """Text of all tokens that the engine has read, with markers written out."""
         writer = self.slot.writer
         pieces = (self.slot.model.piece(token, special=True) for token in writer.tokens.tolist())
-        return b"".join(pieces).decode()
+        return b"".join(pieces).decode(errors="replace")
 
 
 @contextmanager

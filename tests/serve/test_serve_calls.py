@@ -204,6 +204,28 @@ def test_call_is_found_after_a_tag_that_opens_no_call(format):
         check_cuts(format, f"{before}\n{text}", [before, *calls])
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final<|message|>Yes.", ["Yes."]),
+        (" to=functions.now<|channel|>commentary json<|message|>{}<|call|>", [NOW]),
+        ("<|channel|>analysis to=functions.now code<|message|>{}<|call|>", [NOW]),
+        (
+            "<|channel|>commentary<|message|>I look. <|end|>"
+            "<|start|>assistant to=functions.now<|channel|>commentary<|message|>{}",
+            ["I look.", NOW],
+        ),
+        ("I look.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", ["I look.Yes."]),
+        ("Write to=functions.now in it.", ["Write to=functions.now in it."]),
+    ],
+)
+def test_headers_of_gpt_oss_are_not_text(text, expected):
+    check_cuts(formats.HARMONY, text, expected)
+    # a header does not count as the only call
+    parser = Parser(formats.HARMONY, TOOLS, one_call=True)
+    assert joined([*parser.feed(text), *parser.end()]) == expected
+
+
 @each_format
 def test_every_format_also_reads_hermes_calls(format):
     text, calls = WRITTEN["hermes"]["two"]

@@ -14,7 +14,7 @@ from kvtool.llama.schema import enforced
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice, check_tools
 from kvtool.serve.tools.forced import CallRules
-from kvtool.serve.tools.formats import GEMMA, HERMES, LLAMA, MISTRAL_ARGS
+from kvtool.serve.tools.formats import GEMMA, HERMES, LLAMA
 from tests.engine.running import open_engine
 from tests.serve.test_serve_calls import each_format, parsed
 from tests.serve.test_serve_tools import TOOLS, tool
@@ -261,7 +261,7 @@ def test_too_deep_schema_is_an_error_only_for_a_strict_tool(engine, format):
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
     schema = {"properties": {"x": schema}}
-    shown = format if format.is_json or format is MISTRAL_ARGS else HERMES
+    shown = format if format.parameters is None else HERMES
     call = shown.written([("f", {})])
     assert written(engine, forced(engine, format, check_tools([tool("f", schema)])), dictates(call)) == call
     with pytest.raises(ApiError, match="nested too deeply"):

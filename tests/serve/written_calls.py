@@ -231,6 +231,19 @@ WRITTEN = {
             [("weather", {"city": '}<tool_call|>{"\\'})],
         ),
     },
+    "harmony": {
+        "one": (
+            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+            '{"city": "Zurich", "unit": "C"}',
+            [ZURICH],
+        ),
+        "two": (
+            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+            '{"city": "Zurich", "unit": "C"}<|call|>'
+            "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+            [ZURICH, NOW],
+        ),
+    },
 }
 # for each format, a text that opens a call but is not a complete call
 OPENS = {
@@ -248,6 +261,7 @@ OPENS = {
     "apriel": "<tool_calls>",
     "cohere": "<|START_ACTION|>",
     "minimax": "<minimax:tool_call>",
+    "harmony": "to=functions.",
 }
 
 BLOCKS = {

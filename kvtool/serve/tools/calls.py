@@ -158,7 +158,7 @@ class Parser:
                 return
             except StopIteration as done:
                 calls, rest = done.value, source.text[source.at :]
-                if self._one_call:
+                if self._one_call and calls:
                     self.is_done = True
                     self.has_left_out = len(calls) > 1 or bool(rest.strip())
                     calls, rest = calls[:1], ""
@@ -491,6 +491,35 @@ def _gemma(source: _GrowingText, tools: Tools) -> _Read:
     return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(arguments, mark)}}}', tools)
 
 
+def _harmony(source: _GrowingText, tools: Tools) -> _Read:
+    """Read the header of a message, and the arguments if it names a tool. Otherwise leave the header out.
+
+    The reply header has the beginning of the first message's header. Therefore any tag may come first.
+    """
+    source.at = 0
+    if (yield from source.accept("<|end|>")) and not (yield from source.accept("<|start|>")):
+        return []
+    yield from source.accept("<|start|>")
+    yield from source.accept("assistant")
+    # the recipient is in the first or in the second part of the header
+    name = ""
+    if (yield from source.accept_spaced(_RECIPIENT)):
+        name = yield from source.name(tools)
+    yield from source.expect("<|channel|>")
+    _, is_call, recipient = (yield from source.until("<|message|>")).partition(_RECIPIENT)
+    if not source.text.endswith("<|message|>", 0, source.at):
+        _no_call()
+    if is_call:
+        name = _AFTER_NAME.split(recipient, 1)[0]
+    if not name:
+        return []
+    call = f'{{"name": "{name}", "arguments": {(yield from source.json())}}}'
+    yield from source.accept("<|call|>")
+    return calls_in_json(call, tools)
+
+
+_RECIPIENT = "to=functions."
+
 _READERS: dict[str, dict[str, _Reader]] = {
     formats.XML.name: {"<function=": _function},
     formats.MISTRAL.name: {"[TOOL_CALLS]": _mistral},
@@ -504,5 +533,6 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.COHERE.name: {"<|START_ACTION|>": _closed("<|END_ACTION|>")},
     formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
+    formats.HARMONY.name: dict.fromkeys(("<|end|>", "<|start|>", "<|channel|>", _RECIPIENT), _harmony),
 }
 """For each format, the reader of each opening tag. <tool_call>, which all formats have, is not listed."""

@@ -51,6 +51,8 @@ class CallRules:
         control token.
     format
         The format in which the model writes calls.
+    plain
+        Text that begins an answer, for a format whose calls take its place; see `Format.end_token`.
 
     Attributes
     ----------
@@ -58,8 +60,8 @@ class CallRules:
         Remarks on keywords of the tools' schemas that are not enforced.
     """
 
-    def __init__(self, vocabulary: Vocabulary, format: Format) -> None:
-        self._format = format
+    def __init__(self, vocabulary: Vocabulary, format: Format, plain: str = "") -> None:
+        self._format, self._plain = format, plain
         ids = {tag: vocabulary.tokens_of(tag.encode()) for tag in (*HERMES.tags, *format.tags)}
         self._control = {
             tag: tokens[0]
@@ -89,8 +91,12 @@ class CallRules:
         if self._format is LLAMA:
             # the tag is usually optional, but JSON without the tag could also be an answer
             self._format = replace(LLAMA, open=LLAMA.tags[0])
-        call = self.call(tools)
+        call, answer = self.call(tools), self.answer(answer)
         return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
+
+    def answer(self, rules: Rules) -> Rules:
+        """Return the rules of an answer, with the text that begins it."""
+        return rules._replace(start=f"{self._literal(self._plain)} ({rules.start})") if self._plain else rules
 
     def _call_of(self, name: str, function: Mapping[str, Any], where: str) -> str:
         """Add the rule of a call of a tool, and return the name of the rule. where: field with the schema."""

@@ -68,6 +68,11 @@ class Format:
         Syntax of arguments. None if they are one JSON object.
     holds_results
         True if templates show the results of calls inside the reply that has the calls.
+    shows_one_call
+        True if templates show only one call of a reply.
+    end_token
+        End-of-generation token that ends a call and the reply. After a thought, such a call takes the place
+        of `Tags.plain` and the answer. "" for formats in which calls are in the answer.
     """
 
     name: str
@@ -80,6 +85,8 @@ class Format:
     close: str = ""
     parameters: Parameters | None = None
     holds_results: bool = False
+    shows_one_call: bool = False
+    end_token: str = ""
 
     @property
     def is_json(self) -> bool:
@@ -184,7 +191,13 @@ GRANITE = _json_list("granite", "<|tool_call|>")
 NEMOTRON = _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 """Nemotron Nano 2."""
 
-LLAMA = Format("llama", ("<|python_tag|>",), '{"name": "', '", "parameters": ', "}", between="; ")
+LLAMA = Format(
+    "llama",
+    ("<|python_tag|>",),
+    *('{"name": "', '", "parameters": ', "}"),
+    between="; ",
+    shows_one_call=True,
+)
 """Llama 3. The JSON of a call is at the start of the reply, or it follows the tag."""
 
 LFM2 = Format(
@@ -238,9 +251,20 @@ GEMMA = Format(
 )
 """Gemma 4. The results of calls are in the reply, after the calls."""
 
+HARMONY = Format(
+    "harmony",
+    ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>"),
+    *("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
+    between="<|call|><|start|>assistant",
+    shows_one_call=True,
+    end_token="<|call|>",
+)
+"""gpt-oss. A reply has several messages. Each has a header, and the header of a call names the tool."""
+
 # the first match is used; the order matters, because a template may also name the tags of another format
 _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<|tool_call>call:",), GEMMA),
+    (("<|channel|>commentary",), HARMONY),
     (("<seed:tool_call>",), SEED),
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),

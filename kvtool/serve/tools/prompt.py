@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtool.chats.template import Template
 from kvtool.serve.api.messages import loaded
-from kvtool.serve.tools.formats import HERMES, LLAMA, Format
+from kvtool.serve.tools.formats import HERMES, Format
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -39,16 +39,18 @@ def for_template(messages: Sequence[Mapping[str, Any]], template: Template) -> l
     and digits, because Mistral's templates accept only such ids. Equal ids stay equal.
 
     The messages also get marks: see `chats.marks`. Calls and results that the template does not show become
-    text: calls in the content of the reply, results in a message of the user. Llama's template accepts only
-    one call in a reply, so each call becomes a separate reply.
+    text: calls in the content of the reply, results in a message of the user. If a template accepts only one
+    call in a reply, each call becomes a separate reply.
 
     messages: the result of `messages.check`.
     """
     # mark the messages before tags are added to calls and results, because marked tags are plain text
     converted = [template.marked(_for_template(message)) for message in messages]
     native = Format.native(template)
-    if native is LLAMA:
+    if native and native.shows_one_call:
         converted = _one_call_each(converted)
+    if native and native.end_token:
+        converted = [_with_thought_or_text(message) for message in converted]
     if native is None or not template.has_calls:
         converted = [_with_calls_in_content(message, native or HERMES) for message in converted]
     return converted if native and template.has_results else _with_results_of_user(converted)
@@ -87,6 +89,15 @@ def _with_calls_in_content(message: dict[str, Any], format: Format) -> dict[str,
     text = format.written([(function["name"], function["arguments"]) for function in functions])
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": f"{message['content']}\n{text}" if message["content"] else text}
+
+
+def _with_thought_or_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the text of a reply that has calls and a thought: gpt-oss's template refuses all three."""
+    return (
+        {**message, "content": ""}
+        if "tool_calls" in message and message.get("reasoning_content")
+        else message
+    )
 
 
 def _with_results_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
