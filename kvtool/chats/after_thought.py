@@ -11,6 +11,7 @@ import numpy as np
 from kvtool.chats.stops import n_begun
 from kvtool.chats.thinking import Tags
 from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
+from kvtool.llama.triggered import Triggered
 
 if TYPE_CHECKING:
     from kvtool.chats.template import Template
@@ -38,8 +39,8 @@ class AfterThought(Constraint):
     """Allows any thought at the start of a reply, and applies another constraint to the answer.
 
     If a thought reaches its maximum length, its end tag is forced. If the answer has a constraint, the reply
-    cannot end before the end tag. If a token contains the end tag and more text, that text belongs to the
-    answer.
+    cannot end before the end tag; a `Triggered` constraint, which allows any answer, has no such effect. If a
+    token contains the end tag and more text, that text belongs to the answer.
 
     Parameters
     ----------
@@ -69,6 +70,7 @@ class AfterThought(Constraint):
         may_call: bool = False,
     ) -> None:
         self._inner, self._budget = inner, budget
+        self._is_free = inner is None or isinstance(inner, Triggered)
         self._tags = Tags(tags.start, tags.bare_end) if may_call else tags
         self._max_breaks = 0 if may_call else _MAX_BREAKS
         self._vocabulary = Vocabulary.of(model)
@@ -92,7 +94,7 @@ class AfterThought(Constraint):
     def mask(self) -> np.ndarray | None:
         if self._place is _Place.THOUGHT and self._forced:
             return self._vocabulary.mask_of(self._forced[:1])
-        if self._inner is None:
+        if self._inner is None or (self._is_free and self._place is not _Place.ANSWER):
             return None
         if self._place is _Place.START:
             tokens = self._opening()
@@ -159,7 +161,7 @@ class AfterThought(Constraint):
                 self._close_if_long()
                 return self._add(text[len(tag) :])
         goes_on = any(tag.startswith(text) for tag, _ in self._tags_at_start)
-        if self._inner and self._tags.plain:
+        if not self._is_free and self._tags.plain:
             self._fits = False
         elif self._inner:
             self._fits = self._fits and self._inner.accept(token)
@@ -194,7 +196,7 @@ class AfterThought(Constraint):
 
     def _think(self, token: int, piece: bytes) -> bool:
         if token in self._vocabulary.ends:
-            return self._inner is None
+            return self._is_free
         if self._forced:
             if token != self._forced[0]:
                 return False
@@ -205,7 +207,7 @@ class AfterThought(Constraint):
         if self._place is _Place.THOUGHT:
             self._n_thought += 1
             self._close_if_long()
-            if self._inner and token in self._vocabulary.control and self._n_begun():
+            if not self._is_free and token in self._vocabulary.control and self._n_begun():
                 # the model has begun an end tag of several tokens: force the rest, so that the answer follows
                 self._close()
         return True
@@ -233,6 +235,8 @@ class AfterThought(Constraint):
 
     def _can_begin(self, inner: Constraint, answer: bytes) -> bool:
         """True if the inner constraint allows an answer that begins with this text."""
+        if self._is_free:
+            return True
         if answer not in self._known:
             tokens = self._vocabulary.tokens_of(answer)
             self._known[answer] = inner.n_fitting(tokens) == len(tokens)
@@ -300,7 +304,7 @@ def after_thought(
         thought, closed, answer = begun.partition(tags.end) if is_thought else ("", tags.end, begun)
         header = thought + closed
 
-    def around(inner: Matcher | None) -> Constraint | None:
+    def around(inner: Matcher | Triggered | None) -> Constraint | None:
         if inner:
             inner.begin(Vocabulary.of(model).tokens_of(answer.encode()))
         if not template.has_thoughts or (inner is None and budget is None):

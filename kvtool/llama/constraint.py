@@ -212,6 +212,11 @@ class Matcher(Constraint):
         self._check()
         return fits or (self._matcher.is_stopped() and token in self._vocabulary.ends)
 
+    @property
+    def is_complete(self) -> bool:
+        """True if only an end-of-generation token may follow."""
+        return self._matcher.is_stopped()
+
     def n_fitting(self, tokens: Sequence[int]) -> int:
         n = self._matcher.validate_tokens([*tokens])
         self._check()

@@ -27,11 +27,15 @@ class Rules(NamedTuple):
         Further rules that `start` refers to, one line each.
     name
         The grammar's name in messages, such as "the JSON schema".
+    triggers
+        Texts with which a text of this grammar may begin. If there are any, the grammar does not describe the
+        whole text, but each part that begins with a trigger.
     """
 
     start: str
     more: tuple[str, ...] = ()
     name: str = "the grammar"
+    triggers: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

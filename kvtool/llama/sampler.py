@@ -18,15 +18,16 @@ from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.llama.rules import Rules
 from kvtool.llama.sampling import Sampling
+from kvtool.llama.triggered import Triggered
 
-Around = Callable[[Matcher | None], Constraint | None]
-"""Function that makes a text's constraint from the matcher of the grammar or schema.
+Around = Callable[[Matcher | Triggered | None], Constraint | None]
+"""Function that makes a text's constraint from the constraint of the grammar, schema or rules.
 
-Without a grammar and a schema, the function gets None.
+Without these, the function gets None.
 """
 
 
-def _unchanged(constraint: Matcher | None) -> Constraint | None:
+def _unchanged(constraint: Matcher | Triggered | None) -> Constraint | None:
     return constraint
 
 
@@ -87,7 +88,7 @@ class Sampler:
         self._rules = rules
         self._chain: Any = None
         # the matcher and the (grammar, schema) that it was made from
-        self._matcher: Matcher | None = None
+        self._matcher: Matcher | Triggered | None = None
         self._shape: tuple[str | None, str | None] | None = None
         self._around: Around = _unchanged
         self._begin(0, self.settings)
@@ -136,13 +137,15 @@ class Sampler:
         for token in self.recent:
             api.llama_sampler_accept(chain, token)
 
-    def _matcher_of(self, settings: Sampling) -> Matcher | None:
+    def _matcher_of(self, settings: Sampling) -> Matcher | Triggered | None:
         rules = self._rules
         if rules is None and settings.json_schema is not None:
             rules = schema.enforced_text(settings.json_schema).rules
         elif rules is None and settings.grammar is not None:
             rules = gbnf.rules_of(settings.grammar)
-        return Matcher(Vocabulary.of(self.model), rules) if rules else None
+        if not rules:
+            return None
+        return (Triggered if rules.triggers else Matcher)(Vocabulary.of(self.model), rules)
 
     def _check_bias(self, settings: Sampling) -> None:
         n = self.model.n_vocab
@@ -202,10 +205,10 @@ class Sampler:
 
     def allows_text(self) -> bool:
         """Return False if the grammar allows no text. Restarts the grammar, so call this between texts."""
-        if not self._matcher:
-            return True
-        self._matcher.restart()
-        return bool((self._matcher.mask() & Vocabulary.of(self.model).all_but_ends).any())
+        if self._matcher:
+            self._matcher.restart()
+        mask = self._matcher.mask() if self._matcher else None
+        return mask is None or bool((mask & Vocabulary.of(self.model).all_but_ends).any())
 
     def sample(self, cache: Decoder) -> int:
         """Sample the next token from the cache's `next_logits`.

@@ -356,6 +356,10 @@ class Rendering:
                 )
             return call_rules.call(request.tools, request.choice.name), call_rules.remarks
         if not output_format:
+            is_free = request.sampling.grammar is None and request.sampling.json_schema is None
+            if request.choice.kind == "auto" and is_free:
+                # a call that the model begins must be complete and fit the tool's schema
+                return call_rules.begun(request.tools, one_call=request.choice.one_call), []
             return None, []
         rules, remarks = output_format.rules()
         # a client's grammar describes the whole reply, including calls, so it needs no rules for calls

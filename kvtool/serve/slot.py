@@ -321,7 +321,7 @@ class Slot:
         shown: see `Writer.shown`. rules: rules for the answer, or None for the server's grammar or schema.
         """
         settings = request.sampling
-        if rules and request.ignores_end:
+        if rules and not rules.triggers and request.ignores_end:
             raise ApiError("an answer that must fit something ends; leave out ignore_eos", param="ignore_eos")
         if banned := _banned(self.model, request):
             bans = ((token, -inf) for token in banned)

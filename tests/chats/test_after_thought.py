@@ -12,6 +12,8 @@ from kvtool.chats.thinking import THINK, Splitter, tags_in
 from kvtool.llama import gbnf, schema
 from kvtool.llama.constraint import Matcher, Vocabulary
 from kvtool.llama.model import Model
+from kvtool.llama.rules import Rules
+from kvtool.llama.triggered import Triggered
 from tests import tiny
 
 CHANNELS = tags_in("<|channel|>analysis<|message|>")
@@ -231,3 +233,30 @@ def test_n_fitting_counts_valid_draft_tokens_without_changing_state(models):
     assert all(map(constraint.accept, answer))
     constraint.restart()
     assert constraint.n_fitting(guesses) == 4
+
+
+def test_calls_in_the_answer_follow_rules_and_calls_in_the_thought_are_free(models):
+    model = models("the model opens it")
+    vocabulary = Vocabulary.of(model)
+    triggered = Triggered(vocabulary, Rules('"<call>" "now"', triggers=("<call>",)))
+    end = next(iter(vocabulary.ends))
+    for header, text, tag in (("<think>", "So <call>x", "</think>"), ("", "<think>So <call>x", "</think>")):
+        constraint = AfterThought(triggered, model, THINK, header)
+        for token in vocabulary.tokens_of(text.encode()):
+            assert constraint.mask() is None
+            assert constraint.accept(token)
+        # the reply may end in the thought, as without rules
+        assert constraint.mask() is None
+        for token in vocabulary.tokens_of(f"{tag}\n\nI <call>".encode()):
+            assert constraint.mask() is None
+            assert constraint.accept(token)
+        assert {vocabulary.pieces[token][:1] for token in fitting(constraint, model)} == {b"n"}
+        assert constraint.n_fitting(vocabulary.tokens_of(b"nox")) < 3
+        for token in vocabulary.tokens_of(b"now"):
+            assert constraint.accept(token)
+        assert constraint.mask() is None
+    ended = AfterThought(triggered, model, THINK, "<think>")
+    assert ended.accept(end)
+    limited = AfterThought(triggered, model, THINK, "<think>", 1)
+    assert limited.accept(vocabulary.tokens_of(b"a")[0])
+    assert limited.mask() is not None

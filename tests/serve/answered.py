@@ -50,19 +50,29 @@ class Answering:
             return
         self.prompt = ""
         model, sampler = self.slot.model, self.slot.writer.sampler
-        end = [next(iter(model.ends))]
+        end = [] if self._goes_on else [next(iter(model.ends))]
         tokens = iter([*model.tokenize(self.dictated.pop(0), special=True).tolist(), *end])
 
         def sample(context):
             if not self.prompt:
                 self.prompt, self.prompt_tokens = self.text, self.slot.writer.tokens.tolist()
-            sampler.recent.append(next(tokens))
-            return sampler.recent[-1]
+            token = next(tokens, None)
+            if token is None:
+                return Sampler.sample(sampler, context)
+            if sampler.constraint and self._goes_on:
+                sampler.constraint.accept(token)
+            sampler.recent.append(token)
+            return token
 
         sampler.sample = sample
 
-    def __call__(self, messages, said=None, api="chat", **more):
-        """Ask, and return the last event. said: the dictated reply, or None to let the model write it."""
+    def __call__(self, messages, said=None, api="chat", *, goes_on=False, **more):
+        """Ask, and return the last event.
+
+        said: the dictated reply, or None to let the model write it. goes_on: True to let the model write the
+        rest of the reply.
+        """
+        self._goes_on = goes_on
         body = {"input" if api == "responses" else "messages": messages}
         body |= {"max_output_tokens" if api == "responses" else "max_tokens": 200}
         self.dictated = [] if said is None else [said]

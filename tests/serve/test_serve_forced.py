@@ -8,13 +8,14 @@ import pytest
 
 from kvtool import policies
 from kvtool.llama.constraint import Vocabulary
+from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.llama.schema import enforced
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice, check_tools
 from kvtool.serve.tools.forced import CallRules
-from kvtool.serve.tools.formats import GEMMA, HERMES, LLAMA
+from kvtool.serve.tools.formats import GEMMA, HARMONY, HERMES, LLAMA
 from tests.engine.running import open_engine
 from tests.serve.test_serve_calls import each_format, parsed
 from tests.serve.test_serve_tools import TOOLS, tool
@@ -279,3 +280,96 @@ def test_call_or_answer_grammar_accepts_both(engine, format):
         assert parsed(format, text) == [call]
     for text in ('{"city": "Nice"}', "{}"):
         assert written(engine, rules, dictates(text)) == text
+
+
+def begun(engine, format, tools=TOOLS, *, one_call=False):
+    """Return the rules of calls that the model begins."""
+    return CallRules(Vocabulary.of(engine.model), format).begun(tools, one_call=one_call)
+
+
+def begins(text, then):
+    """Return a `next_logits` that strongly prefers a text, and then is another `next_logits`."""
+    first = dictates(text)
+
+    def next_logits(so_far):
+        is_begun = len(so_far) >= len(text.encode())
+        return then(so_far[len(text.encode()) :]) if is_begun else first(so_far)
+
+    return next_logits
+
+
+def with_tag(format, text):
+    return f"<|python_tag|>{text}" if format is LLAMA else text
+
+
+@each_format
+def test_begun_call_fits_its_schema_and_other_text_is_free(engine, format):
+    rules = begun(engine, format)
+    for text in ("No call.", 'A tag <tool> {"city": 1} [x], to=f', "<think>\n</think>"):
+        assert written(engine, rules, dictates(text)) == text
+    calls = [TRICKY] if format is HARMONY else [TRICKY, NOW]
+    text = f"I look.\n{with_tag(format, format.written(calls))}"
+    assert written(engine, rules, dictates(text)) == text
+    (opening,) = rules.triggers
+    parameters, names = format.parameters, set()
+    ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
+    for seed in range(6):
+        text = written(
+            engine, rules, begins(f"So: {opening}", wanders(seed, *ends, '"', format.close or ">"))
+        )
+        (first, *_), (name, arguments), *_ = parsed(format, text)
+        assert (first, text[:4]) == ("S", "So: ")
+        schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
+        jsonschema.validate(arguments, schema | {"additionalProperties": False})
+        names.add(name)
+    assert len(names) >= 2
+
+
+@each_format
+def test_text_after_a_begun_call_is_free(engine, format):
+    if format is not HARMONY:
+        text = f"{with_tag(format, format.written([ZURICH]))} Done, {{}} and no more."
+        assert written(engine, begun(engine, format), dictates(text)) == text
+
+
+def calls_in(format, text):
+    """Return the calls (name, arguments) in a text."""
+    return [part for part in parsed(format, text) if isinstance(part, tuple)]
+
+
+@each_format
+def test_list_of_calls_has_one_call_if_only_one_is_allowed(engine, format):
+    if format.close:
+        text = format.written([NOW, NOW])
+        for rules, n in ((begun(engine, format), 2), (begun(engine, format, one_call=True), 1)):
+            assert calls_in(format, written(engine, rules, dictates(text))) == [NOW] * n
+
+
+def test_call_of_a_strict_tool_is_enforced_as_far_as_possible(engine):
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "string", "pattern": "(?!a)b"}},
+        "required": ["x"],
+    }
+    rules = begun(engine, HERMES, check_tools([tool("f", schema, strict=True)]))
+    call = HERMES.written([("f", {"x": "no"})])
+    assert written(engine, rules, dictates(call)) == call
+    # after the brace that opens the arguments, only "x" may follow
+    text = written(engine, rules, begins(call.partition('"x"')[0], dictates('"y": 1}')), n=len(call))
+    assert text.partition('"arguments": {')[2].lstrip().startswith('"x"')
+
+
+def test_text_is_free_if_its_rules_do_not_apply(engine):
+    tokens = Vocabulary.of(engine.model).tokens_of(b"<a>")
+    # the grammar does not begin with the trigger, or llguidance rejects it
+    for start in ('"<b>"', "nonsense("):
+        sampler = Sampler(engine.model, Sampling(), rules=Rules(start, triggers=("<a>",)))
+        constraint = sampler.constraint
+        assert constraint.n_fitting([*tokens, *tokens]) == len(tokens)
+        for token in (*tokens, *tokens):
+            assert constraint.mask() is None
+            assert constraint.accept(token)
+        assert constraint.n_fitting([*tokens, *tokens]) == (
+            len(tokens) if start[0] == '"' else 2 * len(tokens)
+        )
+        sampler.close()

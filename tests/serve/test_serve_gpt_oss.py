@@ -142,3 +142,14 @@ def test_reply_with_a_schema_is_an_answer_in_json_or_a_call(model, source, tmp_p
                 assert f"{FINAL}{message['content']}" in "".join(answer.slot._resumer.conversation._written)
     assert n_calls
     assert n_answers
+
+
+@pytest.mark.engine
+def test_call_that_the_model_begins_fits_its_schema(model, source, tmp_path):
+    opening = f"{THOUGHT}Hm.{NEXT}{CALL.partition('look')[0]}"
+    with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
+        for seed in range(6):
+            message = answer([USER], opening, goes_on=True, seed=seed, tools=[LOOK])["message"]
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["at"] in ("the door", "a wall")
+            assert message["reasoning_content"] == "Hm."

@@ -1,4 +1,4 @@
-"""Rules that force a model to call a tool."""
+"""Rules of tool calls: for a call that the model must write, or for each call that it begins."""
 
 from __future__ import annotations
 
@@ -70,6 +70,12 @@ class CallRules:
         }
         self._tags = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
         self._rules: list[str] = []
+        # names of the rules of calls, by format
+        self._calls: dict[Format, list[str]] = {}
+        # True to refuse strict tools whose schemas cannot be enforced
+        self._is_strict = True
+        # True to allow several calls in a list
+        self._repeats = False
         self.remarks: list[str] = []
 
     def call(self, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> Rules:
@@ -79,28 +85,48 @@ class CallRules:
 
         tools: the result of `check_tools`. name: the tool that must be called, or None for any of the tools.
         """
-        calls = [
-            self._call_of(f"t{n}", tool["function"], f"tools[{n}].function.parameters")
-            for n, tool in enumerate(tools)
-            if name in (None, tool["function"]["name"])
-        ]
-        return Rules(" | ".join(calls), tuple(self._rules))
+        for n, tool in enumerate(tools):
+            if name in (None, tool["function"]["name"]):
+                self._add_call(f"t{n}", tool["function"], f"tools[{n}].function.parameters")
+        texts = [self._of_format(format, calls) for format, calls in self._calls.items()]
+        return Rules(" | ".join(texts), tuple(self._rules))
+
+    def begun(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> Rules:
+        """Return the rules of calls that the model begins; their triggers are the tags that open calls.
+
+        If a strict tool's schema cannot be enforced, a part of it is.
+
+        tools: see `call`. one_call: True to allow only one call in a list of calls.
+        """
+        self._add_tag()
+        self._is_strict, self._repeats = False, not one_call
+        rules = self.call(tools)
+        return rules._replace(triggers=tuple({_opening(format): None for format in self._calls}))
 
     def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
         """Return rules that allow a call of one of the tools, or an answer. Raises ApiError. See `call`."""
-        if self._format is LLAMA:
-            # the tag is usually optional, but JSON without the tag could also be an answer
-            self._format = replace(LLAMA, open=LLAMA.tags[0])
+        self._add_tag()
         call, answer = self.call(tools), self.answer(answer)
         return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
+
+    def _add_tag(self) -> None:
+        """Require the tag that opens calls. Llama's is optional, but JSON without it may be an answer."""
+        if self._format is LLAMA:
+            self._format = replace(LLAMA, open=LLAMA.tags[0])
 
     def answer(self, rules: Rules) -> Rules:
         """Return the rules of an answer, with the text that begins it."""
         return rules._replace(start=f"{self._literal(self._plain)} ({rules.start})") if self._plain else rules
 
-    def _call_of(self, name: str, function: Mapping[str, Any], where: str) -> str:
-        """Add the rule of a call of a tool, and return the name of the rule. where: field with the schema."""
-        is_strict = bool(function.get("strict"))
+    def _of_format(self, format: Format, calls: Sequence[str]) -> str:
+        """Return the expression of calls in a format, of which each has one of these rules."""
+        name = self._add(f"call_{format.name.replace('-', '_')}", " | ".join(calls))
+        more = f"({self._literal(format.between)} {name})*" if self._repeats and format.close else ""
+        return f"{self._literal(format.open)} {name} {more} {self._literal(format.close)}"
+
+    def _add_call(self, name: str, function: Mapping[str, Any], where: str) -> None:
+        """Add the rule of a call of a tool, with this name. where: field with the schema."""
+        is_strict = self._is_strict and bool(function.get("strict"))
         try:
             parameters = enforced_at(
                 function["parameters"], where, strict=is_strict, drops_integers=not is_strict
@@ -113,17 +139,18 @@ class CallRules:
         self.remarks += remarks_of(parameters, where)
         n_before = len(self._rules)
         try:
-            return self._call(name, self._format, function["name"], parameters.schema)
+            self._call(name, self._format, function["name"], parameters.schema)
         except _NoSyntax:
             del self._rules[n_before:]
-            return self._call(name, HERMES, function["name"], parameters.schema)
+            self._call(name, HERMES, function["name"], parameters.schema)
 
-    def _call(self, name: str, format: Format, tool: str, schema: Mapping[str, Any]) -> str:
-        """Add the rule of a call in a format, and return the name of the rule."""
+    def _call(self, name: str, format: Format, tool: str, schema: Mapping[str, Any]) -> None:
+        """Add the rule of a call in a format, without the format's `open` and `close`."""
         syntax = format.parameters
         arguments = json_texts(schema) if syntax is None else self._parameters(name, syntax, schema)
-        start = self._literal(format.open + format.start + tool + format.middle)
-        return self._add(name, f"{start} {arguments} {self._literal(format.end + format.close)}")
+        start = self._literal(format.start + tool + format.middle)
+        self._add(name, f"{start} {arguments} {self._literal(format.end)}")
+        self._calls.setdefault(format, []).append(name)
 
     def _add(self, name: str, expression: str) -> str:
         """Add a rule, and return its name."""
@@ -203,6 +230,12 @@ class CallRules:
             parts += [literal(text[at : tag.start()]), f"<[{self._control[tag[0]]}]>"]
             at = tag.end()
         return " ".join(part for part in (*parts, literal(text[at:])) if part != '""')
+
+
+def _opening(format: Format) -> str:
+    """Return the tag that opens a call, or a longer beginning of a call if the tag also opens other texts."""
+    text = format.open + format.start
+    return format.tags[0] if text.startswith(format.tags[0]) else text
 
 
 def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
