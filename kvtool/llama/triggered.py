@@ -14,8 +14,8 @@ from kvtool.llama.rules import Rules
 class Triggered(Constraint):
     """Allows any text, but from a trigger on the text must follow rules, until their text is complete.
 
-    The text is free again if what follows the trigger within its last token does not fit the rules, or if
-    llguidance rejects the rules.
+    The text stays free if what follows the trigger within its last token does not fit the rules, or if
+    llguidance rejects the rules. It becomes free if the rules are too complex for llguidance at some place.
 
     Parameters
     ----------
@@ -54,8 +54,11 @@ class Triggered(Constraint):
 
     def accept(self, token: int) -> bool:
         if self._active:
-            fits = self._active.accept(token)
-            if self._active.is_complete:
+            try:
+                fits = self._active.accept(token)
+            except UsageError:
+                fits, self._active = True, None
+            if self._active and self._active.is_complete:
                 self._active = None
             return fits
         text = self._held + self._vocabulary.pieces[token]
@@ -67,7 +70,10 @@ class Triggered(Constraint):
 
     def n_fitting(self, tokens: Sequence[int]) -> int:
         if self._active:
-            return self._active.n_fitting(tokens)
+            try:
+                return self._active.n_fitting(tokens)
+            except UsageError:
+                return 0
         text = self._held
         for n, token in enumerate(tokens, 1):
             text += self._vocabulary.pieces[token]

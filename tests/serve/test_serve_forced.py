@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.constraint import Vocabulary
+from kvtool.errors import UsageError
+from kvtool.llama.constraint import Matcher, Vocabulary
 from kvtool.llama.rules import Rules
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
@@ -373,3 +374,26 @@ def test_text_is_free_if_its_rules_do_not_apply(engine):
             len(tokens) if start[0] == '"' else 2 * len(tokens)
         )
         sampler.close()
+
+
+@pytest.mark.parametrize("method", ["mask", "accept", "n_fitting"])
+def test_text_is_free_from_where_its_rules_are_too_complex(engine, monkeypatch, method):
+    sampler = Sampler(engine.model, Sampling(), rules=Rules('"<a>" "b"', triggers=("<a>",)))
+    constraint = sampler.constraint
+    for token in Vocabulary.of(engine.model).tokens_of(b"<a>"):
+        assert constraint.accept(token)
+    x = 3 + ord("x")
+    assert constraint.mask() is not None
+    assert (constraint.n_fitting([x]), constraint.accept(x)) == (0, False)
+
+    def fails(*args):
+        raise UsageError("too complex")
+
+    monkeypatch.setattr(Matcher, method, fails)
+    if method == "n_fitting":
+        assert constraint.n_fitting([3 + ord("b")]) == 0
+    else:
+        assert method == "accept" or constraint.mask() is None
+        assert constraint.accept(x)
+        assert constraint.mask() is None
+    sampler.close()
