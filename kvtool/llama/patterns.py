@@ -11,6 +11,13 @@ from kvtool.llama.rules import repeats_too_often
 
 _NATIVE = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 
+_FRACTION = r"^[^.]*(?:\.[0-9]{1,6}[^0-9].*)?$"
+_DIGITS = {
+    **dict.fromkeys(("date-time", "time"), _FRACTION),
+    "duration": "^P(?:T?[0-9]{1,6}[A-Z])*$",
+}
+"""Patterns that limit the digits of a number in a format. Weak models write digits without end otherwise."""
+
 _NARROWER: dict[str, dict[str, str]] = {
     **{name: {"format": "uri"} for name in ("iri", "url")},
     **{"idn-email": {"format": "email"}, "idn-hostname": {"format": "hostname"}},
@@ -19,6 +26,15 @@ _NARROWER: dict[str, dict[str, str]] = {
     "uri-reference": {"pattern": r"^[A-Za-z0-9._~/-]*(?:\?[A-Za-z0-9._~/=&-]*)?(?:#[A-Za-z0-9._~/-]*)?$"},
     "iri-reference": {"pattern": r"^[A-Za-z0-9._~/-]*(?:\?[A-Za-z0-9._~/=&-]*)?(?:#[A-Za-z0-9._~/-]*)?$"},
     "uri-template": {"pattern": r"^(?:[A-Za-z0-9._~:/?#=&-]|\{[A-Za-z0-9_]+\})*$"},
+    **{
+        f"uuid{n}": {
+            "pattern": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{n}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+        }
+        for n in range(1, 9)
+    },
+    **dict.fromkeys(("byte", "base64"), {"pattern": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==)?$"}),
+    # every text has these formats
+    **dict.fromkeys(("binary", "password"), {}),
 }
 """Formats that llguidance does not know, each with a schema that accepts only texts of that format."""
 
@@ -27,7 +43,10 @@ _PART = re.compile(r"\\.|&&|--|~~|.", re.S)
 
 def of_format(name: object) -> dict[str, Any] | None:
     """Return a schema of texts that fit a format. Return None for an unknown format."""
-    return {"format": name} if name in _NATIVE else _NARROWER.get(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    limit = {"pattern": _DIGITS[name]} if name in _DIGITS else {}
+    return {"format": name, **limit} if name in _NATIVE else _NARROWER.get(name)
 
 
 @lru_cache(10_000)

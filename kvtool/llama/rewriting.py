@@ -187,17 +187,17 @@ class _Writer:
         return [{"pattern": part} for part in parts[:-1]]
 
     def _format(self, new: Schema, where: str) -> list[Schema]:
-        """Translate "format" for llguidance. If it becomes a pattern, return a schema with the pattern."""
+        """Translate "format" for llguidance. If it needs a pattern, return a schema with the pattern."""
         if "format" not in new:
             return []
         name = new.pop("format")
         known = of_format(name)
         if known is None and "string" in types_of(new.get("type")):
             self._leave_out(new, "format", where, f"format {name}")
-        if known and "format" in known:
-            new |= known
-            return []
-        return [known] if known else []
+        more = dict(known or {})
+        if "format" in more:
+            new["format"] = more.pop("format")
+        return [more] if more else []
 
     # keywords whose subschemas apply to the same value
 

@@ -223,6 +223,38 @@ def test_repetitions_that_take_long_to_compile_are_refused(count):
     assert parts_of("^a{0,10000}$") == ("^a{0,10000}$",)
 
 
+@pytest.mark.parametrize(
+    ("format", "texts", "others"),
+    [
+        ("time", ("12:30:00Z", "12:30:00.5+01:00", "12:30:00.123456Z"), ("12:30:00.1234567Z", "noon")),
+        ("date-time", ("2026-11-30T12:30:00.25Z",), ("2026-11-30T12:30:00.1234567Z", "2026-11-30")),
+        ("duration", ("P3D", "PT90M", "P1DT12H", "P2W"), ("PT1234567S", "P")),
+        ("uuid", ("6ba7b810-9dad-11d1-80b4-00c04fd430c8",), ("6ba7b810",)),
+        (
+            "uuid4",
+            ("f47ac10b-58cc-4372-a567-0e02b2c3d479",),
+            ("6ba7b810-9dad-11d1-80b4-00c04fd430c8", "f47ac10b-58cc-4372-0567-0e02b2c3d479"),
+        ),
+        ("base64", ("", "aGVsbG8h", "aA=="), ("a", "aA=")),
+        ("password", ("", "any text"), ()),
+    ],
+)
+def test_texts_fit_the_format_and_numbers_in_them_are_short(vocabulary, format, texts, others):
+    rules = enforced({"type": "string", "format": format}, strict=True).rules
+    for text in (*texts, *others):
+        matcher = Matcher(vocabulary, rules)
+        tokens = vocabulary.tokens_of(json.dumps(text).encode())
+        assert (matcher.n_fitting(tokens) == len(tokens)) == (text in texts), text
+
+
+def test_format_and_pattern_must_both_fit(vocabulary):
+    schema = {"type": "string", "format": "time", "pattern": "^12:.*Z$"}
+    for text, is_fitting in (("12:30:00Z", True), ("13:30:00Z", False), ("12:30:00.1234567Z", False)):
+        matcher = Matcher(vocabulary, enforced(schema, strict=True).rules)
+        tokens = vocabulary.tokens_of(json.dumps(text).encode())
+        assert (matcher.n_fitting(tokens) == len(tokens)) == is_fitting, text
+
+
 OPEN = {"type": "object", "properties": {"a": {"type": "string"}}}
 CLOSED = OPEN | {"additionalProperties": False}
 LIMITS = {"minimum": -(2**63 - 1024), "maximum": 2**63 - 1}
