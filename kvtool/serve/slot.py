@@ -418,7 +418,8 @@ def text_of(model: Model, tokens: list[int]) -> str:
 def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
     """Return the error for a request of n tokens that does not fit in the context. why: the message."""
     return ApiError(
-        why or f"the request has {n} tokens, and the context is {engine.n_ctx}",
+        # litellm recognizes the error by these words, which are llama-server's
+        why or f"the request exceeds the available context size: {n} tokens in a context of {engine.n_ctx}",
         kind="exceed_context_size_error",
         code="context_length_exceeded",
         more={"n_prompt_tokens": n, "n_ctx": engine.n_ctx},

@@ -168,7 +168,7 @@ def test_unknown_fields_are_listed_as_ignored():
 
 def test_fields_without_effect_are_listed_if_they_ask_for_something():
     asks = {"id_slot": 0, "length_penalty": 2, "prediction": {}, "priority": 1}
-    asks |= {"service_tier": "flex", "store": True}
+    asks |= {"service_tier": "flex", "store": True, "truncation": "auto"}
     assert asks.keys() == INERT.keys()
     assert chat(**asks).ignored == list(asks)
 

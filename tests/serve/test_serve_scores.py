@@ -105,7 +105,9 @@ def test_prompts_that_cannot_be_scored_get_one_line(chat_model):
         "prompt must be one text: kvtool answers one prompt per request": {"prompt": [[1], [2]]},
         "prompt must have at least one token": {"prompt": []},
         "prompt must have tokens in 0..": {"prompt": [-1]},
-        "the request has 512 tokens, and the context is 512": {"prompt": [70] * 512},
+        "the request exceeds the available context size: 512 tokens in a context of 512": {
+            "prompt": [70] * 512
+        },
     }
     with here(chat_model, policy="full") as server:
         for words, fields in wrong.items():

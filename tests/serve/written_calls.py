@@ -280,6 +280,7 @@ BLOCKS = {
         [("weather", {"city": "```json\n{}\n```"})],
     ),
     "more": ('{"name": "now", "id": 3, "arguments": {}, "why": "[{"}', [NOW]),
+    "double braces": ('{{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}}', [ZURICH]),
 }
 """Calls that models write in Markdown's code blocks instead of tags."""
 
@@ -300,5 +301,6 @@ NO_BLOCKS = (
     '{"name": "now", "arguments": {}}\n{"name": "no", "arguments": {}}',
     '[{"name": "now", "arguments": {}}, {"name": "now"}]',
     '{"name": "now", "arguments": {}}\n# as above',
+    '{{"name": "now", "arguments": {}}',
 )
 """Code blocks that are not calls."""

@@ -122,6 +122,8 @@ INERT = {
     "priority": (0,),
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
+    # the policy decides which tokens of a long chat stay
+    "truncation": ("disabled",),
 }
 """Fields of other servers that have no effect here, each with the values that can be ignored silently.
 

@@ -62,8 +62,6 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
     top, included = fields.pop("top_logprobs"), fields.pop("include")
     if top or (isinstance(included, list) and _LOGPROBS in included):
         chat |= {"logprobs": True, "top_logprobs": top}
-    # ignore truncation, because the policy decides which tokens of a long chat stay
-    fields.pop("truncation")
     # do not continue the last item: in this API, a last item of the assistant is complete
     copied = {"continue_final_message": False} | {name: fields.pop(name) for name in fields.left}
     return copied | chat, places

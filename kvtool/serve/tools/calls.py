@@ -358,7 +358,9 @@ def _objects(source: _GrowingText, tools: Tools) -> _Read:
     while (yield from source.skip_space()) in ("{", "["):
         start = source.at
         yield from source.accept("[")
-        for part in ("{", '"name"', ":", '"'):
+        yield from source.expect_spaced("{")
+        yield from source.accept("{")
+        for part in ('"name"', ":", '"'):
             yield from source.expect_spaced(part)
         yield from source.name(tools)
         yield from source.expect('"')

@@ -30,7 +30,7 @@ def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) 
 
     A call is an object. Its name is in "name", "tool_name" or "function". Its arguments are in "arguments" or
     "parameters". They may be an object, the JSON text of an object, or missing. The text of the arguments is
-    not changed.
+    not changed. The object may have double braces, because the template of some files of Qwen 2.5 shows them.
 
     strictly: True if the name must be in "name", and the arguments must be an object in "arguments".
     """
@@ -157,13 +157,16 @@ def first_object(text: str) -> str:
 
 
 def _members(source: _Source) -> dict[str, str]:
-    """Read a JSON object, and return the text of each member's value."""
+    """Read a JSON object, possibly with double braces. Return the text of each member's value."""
     source.expect("{")
+    is_double = source.accept("{")
     members = {}
     for _ in source.items("}"):
         key, _ = source.json()
         source.expect(":")
         _, members[key] = source.json()
+    if is_double:
+        source.expect("}")
     return members
 
 
