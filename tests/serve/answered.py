@@ -41,7 +41,7 @@ class Answering:
 
     def __init__(self, slot, defaults):
         self.slot, self.defaults = slot, defaults
-        self.dictated, self.prompt, self.prompt_tokens = [], "", []
+        self.dictated, self.prompt, self.prompt_tokens, self._goes_on = [], "", [], False
         self._start, slot._start = slot._start, self._dictate
 
     def _dictate(self, *args, **how):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from threading import Semaphore
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import check_tools
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
+from tests.held import PATIENCE_S
 from tests.serve.asking import events_of, message
 from tests.serve.here import send
 
@@ -292,27 +294,36 @@ def test_input_of_a_call_that_a_limit_cuts_has_its_complete_members(text, expect
 
 
 def test_stream_sends_its_events_in_order(monkeypatch):
-    monkeypatch.setattr(app, "PING_S", 0.05)
+    pings, ping = Semaphore(0), anthropic.AnthropicBodies.ping
+
+    def counted(bodies):
+        pings.release()
+        return ping(bodies)
+
+    monkeypatch.setattr(app, "PING_S", 0.15)
+    monkeypatch.setattr(anthropic.AnthropicBodies, "ping", counted)
     counts = {"n_prompt": 30, "n_cached": 10}
     arguments = {"function": {"arguments": '{"x": 1}'}}
     begun = {"id": "call_1", "function": {"name": "look", "arguments": ""}}
     deltas = [{"reasoning_content": "Hm."}, {"content": "So"}, {"content": ":"}]
     deltas += [{"tool_calls": [begun]}, {"tool_calls": [arguments]}, {"content": "!"}]
 
-    def a_while(meanwhile=lambda: None):
-        # several short waits, so that other tasks can run on a busy machine
-        for _ in range(8):
-            meanwhile()
-            time.sleep(0.03)
+    def wait_for_pings(meanwhile=lambda: None):
+        # two, because the first may have begun before this call
+        until = time.monotonic() + PATIENCE_S
+        for _ in range(2):
+            while not pings.acquire(timeout=0.01):
+                assert time.monotonic() < until
+                meanwhile()
 
     def engine(job, fails=False):
-        a_while()
+        wait_for_pings()
         job.prompt_counts = counts
-        a_while()
+        wait_for_pings()
         job.emit({"kind": "read"})
         job.emit({"kind": "piece", "deltas": deltas})
         # pieces without deltas send no event to the client, so the server must send pings in this time
-        a_while(lambda: job.emit({"kind": "piece", "deltas": []}))
+        wait_for_pings(lambda: job.emit({"kind": "piece", "deltas": []}))
         if fails:
             job.emit({"kind": "error", "error": ApiError("stopped", status=503)})
         else:

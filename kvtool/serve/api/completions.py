@@ -104,8 +104,8 @@ class CompletionBodies(AnswerBodies):
         return self._common | {"object": kind, "choices": [choice]} | self._numbers(end)
 
     def first(self) -> list[str]:
-        # the content is null, as from llama-server: with "" some clients show an empty text before a call
-        return [self._piece({"role": "assistant", "content": None})] if self._is_chat else []
+        # no content: with "" some clients show an empty text before a call
+        return [self._piece({"role": "assistant"})] if self._is_chat else []
 
     def progress(self, prompt: PromptCounts | None, event: Reading) -> list[str]:
         """Report the numbers of prompt tokens, cached tokens and tokens read so far, like llama-server."""
