@@ -510,12 +510,12 @@ class Conversation:
             self.thought_budget = budget
             self.use_template(self._under(self.effort, budget))
 
-    def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
-        """Continue as `restore` does, and restore the saved marks, so that earlier turns can be undone.
+    def resume(self, meta: session.Meta, arrays: session.Arrays, budget: int | None = None) -> None:
+        """Continue as `restore_with_budget` does, and push the saved marks, so that turns can be undone.
 
-        Sessions have no copies. Changes for which `undo` needs a copy therefore cannot be undone.
+        Sessions have no copies. Earlier changes for which `undo` needs a copy therefore cannot be undone.
         """
-        self.restore(meta, arrays)
+        self.restore_with_budget(meta, arrays, budget)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
             # A server saves a mark after every reply. Keep only the marks that a user's message follows,

@@ -548,6 +548,56 @@ def test_evicting_policies_undo_turns_without_copies_even_after_resume(chat, tmp
         assert each.undo() is None
 
 
+@pytest.mark.parametrize("policy", ["recall", "h2o", "full"])
+@pytest.mark.parametrize("loaded", ["other", "chat"])
+def test_undo_takes_back_the_turns_of_a_loaded_chat_and_then_the_load(chat, tmp_path, policy, loaded):
+    def talker(name):
+        talk = chat(policy, 1024 if policy == "full" else 64, "Be brief.", undoable=True)
+        path = tmp_path / f"{name}.kvs"
+        return talk, ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(), path)
+
+    def take_back(talk, files, *changes):
+        for change in changes:
+            assert talk.undo() == change
+            files.keep_session(undone=True)
+            files.check()
+
+    texts = "Name a fruit. " * 9, "And a colour. " * 7, "And an animal."
+    turns = [turn_label(text) for text in texts]
+    for name, n_turn in (("other", 3), ("chat", 2)):
+        talk, files = talker(name)
+        for text in texts[:n_turn]:
+            say(talk, files, text)
+        files.close()
+    talk, files = talker("chat")
+    files.resume(files.path)
+    before, messages = everything(talk), list(talk.messages)
+    n_loaded = 3 if loaded == "other" else 2
+    for _ in range(2):
+        saved = files.read(tmp_path / f"{loaded}.kvs")
+        assert talk.remember("/load")
+        files.continue_chat(*saved)
+        assert talk.newest_turn == texts[n_loaded - 1]
+        take_back(talk, files, *turns[:n_loaded][::-1])
+        assert talk.n_turn == 0
+        take_back(talk, files, "/load")
+        assert (everything(talk), talk.messages) == (before, messages)
+    # a chat that was loaded and saved can be undone by a later process
+    saved = files.read(tmp_path / f"{loaded}.kvs")
+    talk.remember("/load")
+    files.continue_chat(*saved)
+    say(talk, files, "And then?")
+    assert files.save(tmp_path / "saved.kvs")
+    take_back(talk, files, 'the turn "And then?"', *turns[:n_loaded][::-1], "/load", *turns[:2][::-1])
+    assert talk.undo() is None
+    files.close()
+    again, files = talker("saved")
+    files.resume(files.path)
+    take_back(again, files, 'the turn "And then?"', *turns[:n_loaded][::-1])
+    assert again.undo() is None
+    files.close()
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"policy": "recall", "archive": 60}, {"policy": "h2o", "checkpoints": 0}],
