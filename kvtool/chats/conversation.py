@@ -36,10 +36,14 @@ from kvtool.system.files import temporary
 def transcript(messages: list[Message]) -> str:
     """Return a chat as plain text, with thoughts in tags.
 
-    The user's messages begin with "> ", and system prompts with "# ".
+    Each line of the user's messages begins with "> ", and each line of system prompts with "# ".
     """
     start = {"user": "> ", "system": "# "}
-    return "".join(f"{start.get(m['role'], '')}{_with_thought(m)}\n\n" for m in messages)
+
+    def lines(message: Message) -> Iterator[str]:
+        return (start.get(message["role"], "") + line for line in _with_thought(message).split("\n"))
+
+    return "".join("\n".join(lines(message)) + "\n\n" for message in messages)
 
 
 def _reply(text: str, template: Template, splitter: Splitter) -> Message:
