@@ -26,8 +26,8 @@ from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
-from kvtool.chats.undo import Copy, Mark, UndoneTurn, UndoPoint, UndoStack, turn_label
-from kvtool.chats.writer import Writer, checked_limit
+from kvtool.chats.undo import Copy, LastTurn, Mark, UndoPoint, UndoStack, turn_label
+from kvtool.chats.writer import Writer, checked_limit, n_equal
 from kvtool.errors import SessionError, UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system.files import temporary
@@ -36,10 +36,14 @@ from kvtool.system.files import temporary
 def transcript(messages: list[Message]) -> str:
     """Return a chat as plain text, with thoughts in tags.
 
-    The user's messages begin with "> ", and system prompts with "# ".
+    Each line of the user's messages begins with "> ", and each line of system prompts with "# ".
     """
     start = {"user": "> ", "system": "# "}
-    return "".join(f"{start.get(m['role'], '')}{_with_thought(m)}\n\n" for m in messages)
+
+    def lines(message: Message) -> Iterator[str]:
+        return (start.get(message["role"], "") + line for line in _with_thought(message).split("\n"))
+
+    return "".join("\n".join(lines(message)) + "\n\n" for message in messages)
 
 
 def _reply(text: str, template: Template, splitter: Splitter) -> Message:
@@ -309,33 +313,45 @@ class Conversation:
         if self.read_turn(text):
             yield from self.answer(n_max)
 
-    def read_turn(self, text: str) -> bool:
-        """Read a turn of the user. Return False if reading was stopped. Raises the errors of `reply`."""
+    def read_turn(self, text: str, replaced: LastTurn | None = None) -> bool:
+        """Read a turn of the user. Return False if reading was stopped. Raises the errors of `reply`.
+
+        replaced: result of `last_turn` if this turn replaces the last turn. If the engine can be rewound to
+        any token, the tokens that both turns have at their start are not read again. `put_back` restores the
+        last turn, also after an error.
+        """
         self.writer.stop = False
-        tokens = self._tokens_of_turn(text)
-        # Push the mark even if `undoable` is False. The session saves the mark, so that a later process can
-        # undo the turn
-        self.undo_stack.push(self.mark())
+        before = replaced.before if replaced else None
+        if before:
+            self.messages = self.messages[: before.n_message]
+        tokens = self._tokens_of_turn(text, before)
+        if not before:
+            # Push the mark even if `undoable` is False. The session saves the mark, so that a later process
+            # can undo the turn
+            self.undo_stack.push(self.mark())
         self.version += 1
         self.messages.append({"role": "user", "content": text})
         is_read = False
         try:
-            is_read = self.read_prompt(tokens)
+            is_read = self.read_prompt(tokens, before)
         finally:
             if not is_read:
                 self.messages.append({"role": "assistant", "content": ""})
         return is_read
 
-    def read_prompt(self, tokens: np.ndarray) -> bool:
+    def read_prompt(self, tokens: np.ndarray, before: Mark | None = None) -> bool:
         """Read i32[n] tokens that end with the reply header. Return False if reading was stopped.
 
         The tokens after `header.kept` are not read here. `write` reads them: the text that the template omits
         from earlier replies, and the beginning of the reply if a client gave it.
+
+        before: a mark to go back to first; None to read the tokens at the present end of the chat.
         """
         self._has_header = self.header.ends(tokens)
         n = len(tokens) - (self.header.n_opening if self._has_header else 0)
         self._opening = tokens[n:]
-        return self.writer.read(tokens[:n])
+        n_cached = self._rewind_for(tokens[:n], before) if before else 0
+        return self.writer.read(tokens[n_cached:n])
 
     def answer(self, n_max: int | None = None) -> Generator[str, None, None]:
         """Yield the reply to the turn that was read last, piece by piece. Raises the errors of `reply`.
@@ -427,14 +443,22 @@ class Conversation:
         text = start + marked(self.template.markers, answer)
         self.writer.read(tokens_of(self.writer.engine.model, text))
 
-    def _tokens_of_turn(self, text: str) -> np.ndarray:
-        if self.writer.is_new:
-            return self._start(text)
+    def _tokens_of_turn(self, text: str, before: Mark | None) -> np.ndarray:
+        """Return the tokens of a turn. before: mark of the turn that it replaces, or None."""
+        if self.writer.is_new if before is None else before.n_token == 0:
+            return self._start(text, before)
         return tokens_of(self.writer.engine.model, self.template.turn(self.messages[:-1], text))
 
-    def _start(self, text: str) -> np.ndarray:
-        """Return the tokens of a first turn. Pins the system prompt, and calls `hold_header`."""
+    def _start(self, text: str, before: Mark | None = None) -> np.ndarray:
+        """Return the tokens of a first turn. Pins the system prompt, and calls `hold_header`.
+
+        before: mark of the turn that it replaces, or None.
+        """
         tokens, n = self._first(text)
+        engine = self.writer.engine
+        if before and engine.cache.pinnable(n) != engine.n_pinned:
+            # templates may omit the system prompt before some texts; an archive takes no change of the pins
+            self._rewind_for(tokens[:0], before)
         self._pin(n)
         return tokens
 
@@ -510,12 +534,12 @@ class Conversation:
             self.thought_budget = budget
             self.use_template(self._under(self.effort, budget))
 
-    def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
-        """Continue as `restore` does, and restore the saved marks, so that earlier turns can be undone.
+    def resume(self, meta: session.Meta, arrays: session.Arrays, budget: int | None = None) -> None:
+        """Continue as `restore_with_budget` does, and push the saved marks, so that turns can be undone.
 
-        Sessions have no copies. Changes for which `undo` needs a copy therefore cannot be undone.
+        Sessions have no copies. Earlier changes for which `undo` needs a copy therefore cannot be undone.
         """
-        self.restore(meta, arrays)
+        self.restore_with_budget(meta, arrays, budget)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
             # A server saves a mark after every reply. Keep only the marks that a user's message follows,
@@ -586,24 +610,44 @@ class Conversation:
             self._undo_last()
         return turn
 
-    def take_out_turn(self) -> UndoneTurn | None:
-        """Take back the last turn as `undo_turn` does. Return what `put_back` needs to restore the turn."""
+    def last_turn(self) -> LastTurn | None:
+        """Return what `read_turn` and `put_back` need to replace the last turn, and to restore it.
+
+        Returns None if the last change is not a turn, or cannot be undone.
+        """
         before = self.undo_stack.newest
         if not isinstance(before, Mark):
             return None
-        whole, messages, saved = self.writer.stream, self.messages, self.writer.save()
-        self._undo_last()
-        return UndoneTurn(before, whole[len(self.writer.stream) :], messages, saved)
+        return LastTurn(before, self.writer.stream[before.n_token :], self.messages, self.writer.save())
 
-    def put_back(self, turn: UndoneTurn) -> None:
-        """Restore a turn that `take_out_turn` has taken back. The next turn first reads its tokens again.
+    def put_back(self, turn: LastTurn) -> None:
+        """Restore the turn that `read_turn` has replaced or was about to replace.
 
-        Before this call, take back all turns that were added after `take_out_turn`.
+        The next turn first reads the tokens that are no longer in the cache.
         """
-        self.undo_stack.push(turn.before)
-        self.writer.put_back(turn.tokens, turn.writer)
+        n_cached = self._rewind_for(turn.tokens, turn.before)
+        self.writer.put_back(turn.tokens[n_cached:], turn.writer)
         self.messages = turn.messages
         self.version += 1
+
+    def _rewind_for(self, tokens: np.ndarray, before: Mark) -> int:
+        """Go back to a mark in order to read tokens i32[n] there. Return how many of them need no reading.
+
+        If the engine can be rewound to any token, the tokens that the present stream has after the mark, and
+        that are equal, stay in the cache. The last token has to be read in any case, because sampling needs
+        its logits.
+        """
+        writer, engine = self.writer, self.writer.engine
+        n = n_equal(writer.stream[before.n_token :], tokens[:-1])
+        n_past = min(before.n_token + n, engine.n_past)
+        # the tokens that were unread at the mark come before those of the turn: they have been read since
+        saved = {**before.writer, "unread": []}
+        if engine.rewinds_anywhere and n_past > before.n_token and writer.rewind(n_past, saved):
+            return n_past - before.n_token
+        writer.rewind(before.n_past, before.writer, again=True)
+        # later turns may need a checkpoint here: see `mark`
+        engine.checkpoints.take()
+        return 0
 
     @property
     def newest_turn(self) -> str | None:

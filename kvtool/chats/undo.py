@@ -91,8 +91,8 @@ class Mark(NamedTuple):
         """Do nothing: a mark has no files."""
 
 
-class UndoneTurn(NamedTuple):
-    """A turn that was taken back, with its reply. `Conversation.put_back` restores it.
+class LastTurn(NamedTuple):
+    """The last turn with its reply. After another turn has replaced it, `Conversation.put_back` restores it.
 
     Attributes
     ----------

@@ -16,18 +16,22 @@ from kvtool.errors import ModelError
 from kvtool.models.catalogue import Entry, models_dir, registry
 from kvtool.models.fetch import OFFLINE, Progress, full_disk, storing
 from kvtool.models.split import part_paths
-from kvtool.system.files import locked
+from kvtool.system.files import locked, write
+from kvtool.system.paths import cache_dir
 
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
 _BLOCK = 2**20
+
+_MEMO_BYTES = 2**26
+"""The digest of a model of at least this size is stored in the cache folder. Hashing less takes no time."""
 
 
 def sha256(path: Path, progress: Progress | None = None) -> str:
     """Return the SHA-256 of a model's file. The parts of a split model are hashed as if they were one file.
 
     If the file belongs to a model of models.txt and models.txt has its hash, return that hash without reading
-    the file. Raises ModelError.
+    the file. A large file is read again only if it has changed. Raises ModelError.
     """
     for entry in registry().values():
         if entry.sha256 and entry.here and path.resolve() == entry.path.resolve():
@@ -38,9 +42,38 @@ def sha256(path: Path, progress: Progress | None = None) -> str:
             # other parts are missing: treat the file as a whole model, although its name is like that of a
             # part
             parts = [path]
-        return _digest(parts, _step(progress, sum(part.stat().st_size for part in parts)))
+        stats = [part.stat() for part in parts]
+        size = sum(stat.st_size for stat in stats)
+        step = _step(progress, size)
+        return _digest(parts, step) if size < _MEMO_BYTES else _stored_digest(parts, stats, step)
     except OSError as error:
         raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from None
+
+
+def _stored_digest(paths: list[Path], stats: list[os.stat_result], step: Callable[[int], None]) -> str:
+    """Return what `_digest` returned for these files in an earlier process, unless one of them has changed.
+
+    stats: the files' status before this call.
+    """
+    files = [
+        (os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        for path, stat in zip(paths, stats, strict=True)
+    ]
+
+    def seal(digest: str) -> str:
+        """Return a hash that differs if a file has changed, or if the stored digest is damaged."""
+        return hashlib.sha256(f"{files} {digest}".encode()).hexdigest()
+
+    memo = cache_dir() / "digests" / hashlib.sha256(os.fsencode(files[0][0])).hexdigest()[:16]
+    with suppress(OSError, ValueError):
+        digest, sealed = memo.read_text("ascii").split()
+        if sealed == seal(digest):
+            return digest
+    digest = _digest(paths, step)
+    with suppress(OSError):
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        write(memo, f"{digest} {seal(digest)}\n".encode())
+    return digest
 
 
 def _digest(paths: list[Path], step: Callable[[int], None]) -> str:

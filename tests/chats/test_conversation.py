@@ -548,6 +548,56 @@ def test_evicting_policies_undo_turns_without_copies_even_after_resume(chat, tmp
         assert each.undo() is None
 
 
+@pytest.mark.parametrize("policy", ["recall", "h2o", "full"])
+@pytest.mark.parametrize("loaded", ["other", "chat"])
+def test_undo_takes_back_the_turns_of_a_loaded_chat_and_then_the_load(chat, tmp_path, policy, loaded):
+    def talker(name):
+        talk = chat(policy, 1024 if policy == "full" else 64, "Be brief.", undoable=True)
+        path = tmp_path / f"{name}.kvs"
+        return talk, ChatFiles(talk, RunOptions(policy=policy), GenerationOptions(), path)
+
+    def take_back(talk, files, *changes):
+        for change in changes:
+            assert talk.undo() == change
+            files.keep_session(undone=True)
+            files.check()
+
+    texts = "Name a fruit. " * 9, "And a colour. " * 7, "And an animal."
+    turns = [turn_label(text) for text in texts]
+    for name, n_turn in (("other", 3), ("chat", 2)):
+        talk, files = talker(name)
+        for text in texts[:n_turn]:
+            say(talk, files, text)
+        files.close()
+    talk, files = talker("chat")
+    files.resume(files.path)
+    before, messages = everything(talk), list(talk.messages)
+    n_loaded = 3 if loaded == "other" else 2
+    for _ in range(2):
+        saved = files.read(tmp_path / f"{loaded}.kvs")
+        assert talk.remember("/load")
+        files.continue_chat(*saved)
+        assert talk.newest_turn == texts[n_loaded - 1]
+        take_back(talk, files, *turns[:n_loaded][::-1])
+        assert talk.n_turn == 0
+        take_back(talk, files, "/load")
+        assert (everything(talk), talk.messages) == (before, messages)
+    # a chat that was loaded and saved can be undone by a later process
+    saved = files.read(tmp_path / f"{loaded}.kvs")
+    talk.remember("/load")
+    files.continue_chat(*saved)
+    say(talk, files, "And then?")
+    assert files.save(tmp_path / "saved.kvs")
+    take_back(talk, files, 'the turn "And then?"', *turns[:n_loaded][::-1], "/load", *turns[:2][::-1])
+    assert talk.undo() is None
+    files.close()
+    again, files = talker("saved")
+    files.resume(files.path)
+    take_back(again, files, 'the turn "And then?"', *turns[:n_loaded][::-1])
+    assert again.undo() is None
+    files.close()
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"policy": "recall", "archive": 60}, {"policy": "h2o", "checkpoints": 0}],
@@ -857,7 +907,9 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
         terminal.last_typed = {"Name a car.": "@car.txt"}
         before, plain, messages = stream(talk), getattr(talk, stopped), list(talk.messages)
         saved = path.read_bytes()
-        monkeypatch.setattr(talk, stopped, lambda n: (signal.raise_signal(signal.SIGINT), plain(n))[1])
+        monkeypatch.setattr(
+            talk, stopped, lambda *args: (signal.raise_signal(signal.SIGINT), plain(*args))[1]
+        )
         for text, n_said in (("Name a car.", 1), ("Name a boat.", 2), ("Name a car.", 3)):
             terminal.say(text, again=True)
             assert out.getvalue().count("cancelled; the chat is as it was before") == n_said
@@ -877,6 +929,75 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
     finally:
         signal.signal(signal.SIGINT, handler)
         files.close()
+
+
+@pytest.mark.parametrize("policy", ["recall", "full", "h2o"])
+@pytest.mark.parametrize("n_before", [0, 2])
+def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, policy, n_before):
+    budget = 1024 if policy == "full" else 64
+    talk, plain = (chat(policy, budget, "Be brief.") for _ in range(2))
+    asked = "Tell me a story of the sea, and of the keeper of a light. " * 4
+    for each in (talk, plain):
+        for i in range(n_before):
+            "".join(each.reply(f"Name a fruit of the sea, {i}.", 12))
+        "".join(each.reply(asked, 12))
+    engine, read = talk.writer.engine, []
+    decode = engine.context.decode
+    monkeypatch.setattr(
+        engine.context, "decode", lambda tokens, *rest: read.extend(tokens) or decode(tokens, *rest)
+    )
+
+    def check_read(old):
+        """Check that the tokens were read from the first one on that differs, and at least the last one."""
+        new = stream(talk)
+        n_same = len(os.path.commonprefix([old, new[:-1]]))
+        assert read == new[talk.undo_stack.newest.n_past if policy == "h2o" else n_same :]
+        read.clear()
+
+    before = talk.last_turn().before
+    for text in (asked, f"{asked}And then?", asked[:90], "Why?", asked):
+        # as a reference, take the last turn back, and then read the other turn whole
+        plain.undo_turn()
+        plain.read_turn(text)
+        old = stream(talk)
+        assert talk.read_turn(text, talk.last_turn())
+        check_read(old)
+        assert stream(talk) == stream(plain)
+        assert talk.messages == plain.messages
+        assert policy != "recall" or engine.n_kv + engine.n_archived == engine.n_past
+        for each in (talk, plain):
+            "".join(each.answer(12))
+        read.clear()
+        # a replaced turn that is restored is not read again either, except for its end
+        last, messages, old = talk.last_turn(), talk.messages, stream(talk)
+        for stops in (False, True):
+            with talk.writer.showing(lambda done, n, stops=stops: setattr(talk.writer, "stop", stops)):
+                assert talk.read_turn(f"{text}Stop.", last) != stops
+            assert not (stops and read)
+            talk.put_back(last)
+            assert (stream(talk), talk.messages) == (old, messages)
+            assert policy == "h2o" or len(talk.writer.unread) < 40
+            talk.writer.stop = False
+            talk.writer.read(talk.writer.unread[:0])
+            read.clear()
+        assert len(talk.undo_stack) == n_before + 1
+    assert talk.undo_turn() == asked
+    assert (stream(talk), engine.n_past) == (stream(plain)[: before.n_token], before.n_past)
+
+
+def test_replaced_first_turn_may_unpin_the_system_prompt(chat):
+    talk, plain = chat("recall", 64, "Be brief."), chat("recall", 64, "Be brief.")
+    template = tiny.CHAT_TEMPLATE.replace("for m in messages", "for m in messages[alone:]")
+    template = "{% set alone = 1 if messages[1:] and 'alone' in messages[1].content else 0 %}" + template
+    for each in (talk, plain):
+        each.use_template(Template(template, "", ""))
+    "".join(talk.reply("Tell me a story of the sea. " * 6, 12))
+    assert talk.writer.engine.n_pinned
+    assert talk.writer.engine.n_archived
+    assert talk.read_turn("Are you alone?", talk.last_turn())
+    plain.read_turn("Are you alone?")
+    assert stream(talk) == stream(plain)
+    assert talk.writer.engine.n_pinned == plain.writer.engine.n_pinned == 0
 
 
 def test_status_line_differs_if_rows_hold_different_tokens():

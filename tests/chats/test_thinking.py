@@ -321,6 +321,13 @@ def test_changed_effort_pins_the_changed_system_prompt(talk):
     assert ours.writer.is_new
 
 
+def test_each_line_of_a_transcript_shows_who_wrote_it():
+    texts = {"system": "Be brief.\nBe kind.", "user": "Add these:\n\n3\n4", "assistant": "7\n\n> seven"}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
+    wanted = "# Be brief.\n# Be kind.\n\n> Add these:\n> \n> 3\n> 4\n\n7\n\n> seven\n\n"
+    assert transcript(messages) == wanted
+
+
 def test_transcript_shows_thoughts_between_tags_for_both_message_formats():
     plain = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSeven."}
     apart = {"role": "assistant", "content": "Seven.", "reasoning_content": "Hm.\n"}

@@ -200,7 +200,8 @@ def other_kv(terminal, tmp_path):
 def test_session_keeps_the_previous_chat_until_the_next_reply(terminal, chat_kv, other_kv, change, end):
     chat = terminal("--session", chat_kv)
     message = chat.say(change.format(other=other_kv))
-    assert f"{chat_kv} holds the previous chat until the next reply; /undo takes this back" in message
+    undo = "/undo 2" if "/load" in change else "/undo"
+    assert f"{chat_kv} holds the previous chat until the next reply; {undo} takes this back" in message
     chat.kill() if end == "killed" else chat.leave()
     assert user_messages(chat_kv) == FOUR
     again = terminal("--session", chat_kv)
@@ -237,6 +238,8 @@ def test_undo_reverts_changes_one_by_one(terminal, chat_kv, other_kv, change):
         str(n_loaded) if n_loaded else "no"
     ) + " turn" in chat.say("/undo")
     assert user_messages(chat_kv) == ["other"][:n_loaded]
+    if n_loaded:
+        assert 'took back the turn "other"; the chat has no turns' in chat.say("/undo")
     command = name if n_loaded else name.split()[0]
     # /undo can also take back the four turns of the earlier process
     assert f"took back {command}; the chat has 5 turns; /undo can take back 5 more" in chat.say("/undo")
@@ -253,7 +256,7 @@ def test_undo_keeps_the_session_until_its_own_chat_is_restored(terminal, chat_kv
     chat = terminal("--session", chat_kv)
     for line in ("/reset", f"/load {other_kv}", "/system Be a pirate."):
         assert previous in chat.say(line)
-    for n_turn in ("1 turn", "no turns"):
+    for n_turn in ("1 turn", "no turns", "no turns"):
         message = chat.say("/undo")
         assert f"the chat has {n_turn}" in message
         assert message.endswith(previous)
@@ -264,7 +267,7 @@ def test_undo_keeps_the_session_until_its_own_chat_is_restored(terminal, chat_kv
     chat.say(f"/load {other_kv}")
     assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
     assert user_messages(chat_kv.with_name("chat.kv.1")) == FOUR
-    assert "the chat of chat.kv.1 is in chat.kv again" in chat.say("/undo 2")
+    assert "the chat of chat.kv.1 is in chat.kv again" in chat.say("/undo 3")
     assert user_messages(chat_kv) == FOUR
     assert not chat_kv.with_name("chat.kv.1").exists()
     chat.leave()
@@ -292,11 +295,27 @@ def test_loading_an_older_copy_sets_the_newer_chat_aside(terminal, chat_kv, tmp_
     assert "is now in chat.kv.1" in chat.say("another")
     assert user_messages(chat_kv) == [*FOUR, "another"]
     assert user_messages(chat_kv.with_name("chat.kv.1")) == [*FOUR, "turn 4"]
-    chat.say("/undo")
+    assert 'the first of them the turn "turn 0"; the chat has no turns' in chat.say("/undo 5")
     assert "took back /load" in chat.say("/undo")
     assert user_messages(chat_kv) == [*FOUR, "turn 4"]
     assert not chat_kv.with_name("chat.kv.1").exists()
     chat.leave()
+
+
+def test_turns_of_a_loaded_chat_can_be_replaced_and_taken_back(terminal, chat_kv, tmp_path):
+    path = tmp_path / "new.kv"
+    chat = terminal("--session", path)
+    chat.say("one")
+    assert chat.say(f"/load {chat_kv}").endswith("; /undo 5 takes this back")
+    assert chat.say("/retry").endswith("tokens/s")
+    chat.say(f"/save {tmp_path / 'saved.kv'}")
+    chat.leave()
+    # the marks of the loaded chat are saved, but not those of the chat before it
+    for saved in (path, tmp_path / "saved.kv"):
+        again = terminal("--session", saved)
+        undone = 'took back 4 changes, the first of them the turn "turn 0"; the chat has no turns'
+        assert again.say("/undo 9") == f"{undone}; /undo cannot go back further"
+        again.leave()
 
 
 def test_reread_session_is_shown_saved_and_continued(terminal, chat_kv, tmp_path):

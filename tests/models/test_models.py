@@ -423,6 +423,49 @@ def test_sha256_of_a_known_model_is_taken_from_models_txt(tmp_path, known, pip):
     assert sha256(other) == hashlib.sha256(b"other").hexdigest()
 
 
+def test_a_large_model_is_hashed_again_only_if_it_has_changed(tmp_path, monkeypatch, known):
+    known()
+    monkeypatch.setattr(download, "_MEMO_BYTES", 0)
+    path, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    plain, hashed = download._digest, []
+    monkeypatch.setattr(download, "_digest", lambda paths, step: hashed.append(paths) or plain(paths, step))
+
+    def is_hashed(path, data):
+        hashed.clear()
+        assert sha256(path) == hashlib.sha256(data).hexdigest()
+        return bool(hashed)
+
+    def write(path, data, mtime):
+        path.write_bytes(data)
+        os.utime(path, (mtime, mtime))
+
+    # a change of the time, of the size or of the inode
+    write(path, b"one", 1e9)
+    assert is_hashed(path, b"one")
+    write(path, b"two", 2e9)
+    assert is_hashed(path, b"two")
+    write(path, b"three", 2e9)
+    assert is_hashed(path, b"three")
+    write(other, b"seven", 2e9)
+    os.replace(other, path)
+    assert is_hashed(path, b"seven")
+    (tmp_path / "link").symlink_to(path)
+    for each in (path, tmp_path / "link"):
+        assert not is_hashed(each, b"seven")
+    (memo,) = (tmp_path / "cache" / "digests").iterdir()
+    good = memo.read_bytes()
+    for damaged in (b"", good[:70], bytes([good[0] ^ 1]) + good[1:], b"\xff" + good[1:]):
+        memo.write_bytes(damaged)
+        assert is_hashed(path, b"seven")
+        assert memo.read_bytes() == good
+    memo.unlink()
+    assert is_hashed(path, b"seven")
+    # a cache folder that cannot be written
+    monkeypatch.setenv("KVTOOL_CACHE", str(path))
+    for _ in range(2):
+        assert is_hashed(path, b"seven")
+
+
 # headers of GGUF files
 
 

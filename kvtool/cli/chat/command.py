@@ -51,7 +51,9 @@ class _ChatOptions(Options):
         "The output of kvtool session export --json works too. The file stays as it is.",
         completes="sessions",
     )
-    transcript: Path | None = option("--transcript", None, "Append the chat to this file as plain text.")
+    transcript: Path | None = option(
+        "--transcript", None, "Append all turns to this file as plain text, also those taken back later."
+    )
 
 
 @options

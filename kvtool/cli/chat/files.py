@@ -90,10 +90,7 @@ class ChatFiles:
         """
         seed = self.generation.seed
         meta, arrays = self.read(path, typed=self.run.typed)
-        # the prompt may contain the thinking budget; sessions of earlier versions do not store it
-        self.chat.set_effort(None, meta["options"].get("think_budget"))
-        with restoring_progress(self.chat.archive):
-            self.chat.resume(meta, arrays)
+        self.continue_chat(meta, arrays)
         self._archive_file.adopt(arrays)
         self._saved_version = self.chat.version if seed is None else None
         self._saved = self._comparable()
@@ -117,6 +114,12 @@ class ChatFiles:
             raise SessionError(f"{path} {why}read its text again with `{rereading(path)}`")
         self._check_archive(path, arrays)
         return meta, arrays
+
+    def continue_chat(self, meta: Meta, arrays: Arrays) -> None:
+        """Continue a chat that `read` returned. To make this undoable, call `Conversation.remember` first."""
+        with restoring_progress(self.chat.archive):
+            # the prompt may contain the thinking budget; sessions of earlier versions do not store it
+            self.chat.resume(meta, arrays, meta["options"].get("think_budget"))
 
     def set(self, name: str, text: str | None) -> None:
         """Change one sampling option. The new value is used from the next text on.

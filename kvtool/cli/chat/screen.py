@@ -18,14 +18,14 @@ from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import end_note
-from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
+from kvtool.errors import InputError, ModelError, StreamEnd, UsageError
 from kvtool.system import interrupt
 from kvtool.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtool.chats.undo import UndoneTurn
+    from kvtool.chats.undo import LastTurn
     from kvtool.engine.loop import Engine
 
 _CANCELLED = "cancelled; the chat is as it was before"
@@ -162,7 +162,7 @@ class Terminal:
 
         again: the turn replaces the last turn.
         """
-        replaced, notes = None, list[str]()
+        notes = list[str]()
 
         def note(path: Path, text: str) -> None:
             n = len(self.engine.model.tokenize(text, start=False))
@@ -174,21 +174,17 @@ class Terminal:
                 sent = with_files(
                     text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
                 )
-            if again:
-                replaced = self.conversation.take_out_turn()
         except KeyboardInterrupt:
             self.note(_CANCELLED)
             self._refuse(text, again)
             return
-        except (InputError, SessionError, UsageError) as error:
+        except (InputError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
             self._refuse(text, again)
-            # after an error of `take_out_turn`, the next turn cannot replace the last turn
-            self.edits = again and isinstance(error, InputError)
             return
         for line in notes:
             self.note(line)
-        writer = self.conversation.writer
+        writer, replaced = self.conversation.writer, self.conversation.last_turn() if again else None
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         with interrupt.terminating(writer) as ended:
             if not self._replied(text, sent, replaced, ended):
@@ -207,7 +203,7 @@ class Terminal:
             self.saved()
             self.note(self.status())
 
-    def _replied(self, text: str, sent: str, replaced: UndoneTurn | None, ended: Callable[[], bool]) -> bool:
+    def _replied(self, text: str, sent: str, replaced: LastTurn | None, ended: Callable[[], bool]) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
         If the turn was taken back, restore the state before it, print a note, and return False.
@@ -216,16 +212,16 @@ class Terminal:
         replaced: the turn that this turn replaces, or None. ended: a function that returns True if a signal
         ends the process after the turn.
         """
-        conversation, again, n_before = self.conversation, replaced is not None, self.conversation.n_turn
-        before = self.last_typed, self.thought
+        conversation, again = self.conversation, replaced is not None
+        n_before = conversation.n_turn - again
+        before = n_before, self.last_typed, self.thought
         self.last_typed, self.thought, self.tokens_per_s = {sent: text}, "", 0.0
         self.console.print()
         try:
-            is_read = self._read_turn(sent)
+            is_read = self._read_turn(sent, replaced)
             if is_read:
                 self._answer(again)
             if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
-                conversation.undo_turn()
                 self._restore(replaced, *before)
                 self.note(_CANCELLED)
                 if replaced and sent != conversation.newest_turn:
@@ -236,7 +232,8 @@ class Terminal:
             why = self.files.advice(error) if isinstance(error, StreamEnd) else error
             undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
             self.error(f"{why}; or {undo}start over with /reset")
-            if self._took_back(n_before):
+            # a turn without a reply does not stay in the chat
+            if conversation.n_turn == n_before or (self._is_empty and not self.thought):
                 self._restore(replaced, *before)
                 self.note("the turn was not answered; the chat is as it was before")
                 self._refuse(text, again)
@@ -244,8 +241,11 @@ class Terminal:
         self.files.keep(undone=again)
         return True
 
-    def _read_turn(self, text: str) -> bool:
-        """Read a turn and show the progress. Return False if the user stopped reading."""
+    def _read_turn(self, text: str, replaced: LastTurn | None) -> bool:
+        """Read a turn and show the progress. Return False if the user stopped reading.
+
+        replaced: the turn that this turn replaces, or None.
+        """
         from rich.text import Text
 
         from kvtool.cli.progress import ProgressLine
@@ -260,7 +260,7 @@ class Terminal:
             interrupt.notifying(lambda: line.update(stopping)),
             writer.showing(show),
         ):
-            return self.conversation.read_turn(text)
+            return self.conversation.read_turn(text, replaced)
 
     def _answer(self, again: bool) -> None:
         """Show the reply while the model writes it. If the terminal is closed meanwhile, save the reply."""
@@ -300,22 +300,21 @@ class Terminal:
         self.typed = typed_as(text) if again or "\n" not in text else ""
         self.selects, self.edits = not again, again
 
-    def _took_back(self, n_before: int) -> bool:
-        """After an error, undo a turn without a reply. Return True if the turn is no longer in the chat."""
-        if self.conversation.n_turn == n_before:
-            return True
-        if self.thought or not self._is_empty:
-            return False
-        return self.conversation.undo_turn() is not None
-
     def offer(self, turn: str) -> None:
         """Put a turn at the next prompt, as the user typed it."""
         self.typed = typed_as(self.last_typed.get(turn, turn))
 
-    def _restore(self, replaced: UndoneTurn | None, last_typed: dict[str, str], thought: str) -> None:
-        """Restore the state before a turn that was taken back. replaced: see `_replied`."""
+    def _restore(
+        self, replaced: LastTurn | None, n_before: int, last_typed: dict[str, str], thought: str
+    ) -> None:
+        """Take a turn back, and restore the state before it.
+
+        replaced: see `_replied`. n_before: number of turns without this turn.
+        """
         if replaced:
             self.conversation.put_back(replaced)
+        elif self.conversation.n_turn > n_before:
+            self.conversation.undo_turn()
         self.last_typed, self.thought = last_typed, thought
 
 

@@ -13,7 +13,6 @@ from kvtool.cli import near
 from kvtool.cli.chat import show
 from kvtool.cli.chat.files import rereading, turns
 from kvtool.cli.explain import may_lose_system, unpinned
-from kvtool.cli.progress import restoring_progress
 from kvtool.config.generation import EFFORTS, GenerationOptions
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.options import declared
@@ -316,9 +315,8 @@ class Commands:
         meta, arrays = self.files.read(path)
         if not self._remember(f"/load {name}"):
             return
-        before, budget = self.files.generation, meta["options"].get("think_budget")
-        with restoring_progress(self.conversation.archive):
-            self.conversation.restore_with_budget(meta, arrays, budget)
+        before = self.files.generation
+        self.files.continue_chat(meta, arrays)
         self._note_new(f"continuing after {turns(self.conversation.n_turn)} of {path}")
         # effort and budget are the session's; the other settings stay
         for setting in ("think", "think_budget"):
@@ -337,7 +335,9 @@ class Commands:
 
     def _note_new(self, change: str) -> None:
         """Tell the user that another chat has begun, and which file holds the previous chat."""
-        self.terminal.note(f"{change}{self._previous()}; /undo takes this back")
+        # /undo first takes back the turns of a loaded chat
+        n = len(self.conversation.undo_stack.marks)
+        self.terminal.note(f"{change}{self._previous()}; /undo{f' {n + 1}' if n else ''} takes this back")
 
     def _previous(self) -> str:
         """Return the end of a note: the file that holds the previous chat. "" if there is no such file."""
