@@ -351,6 +351,74 @@ def test_parameter_without_a_default_is_required(written):
     assert policies.fit(str(written), 48, 8, ["alpha=0.5", "window=9"]).alpha == 0.5
 
 
+TYPED = """from dataclasses import dataclass
+from typing import Literal, Optional
+import numpy as np
+from kvtool.policies.h2o import H2O
+
+@dataclass(frozen=True, slots=True)
+class POLICY(H2O):
+    x: {} = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "typed", "value", "refused"),
+    [
+        ("int | None", "3", 3, "x must be a whole number or none, got '2.5'"),
+        ("int | None", "none", None, "x must be a whole number or none, got '2.5'"),
+        ("Optional[int]", "3", 3, "x must be a whole number or none, got '2.5'"),
+        ("float | None", "2.5", 2.5, None),
+        ("bool | None", "False", False, "x must be true or false or none, got '2.5'"),
+        ("None | str", "none", None, None),
+        ("Literal['a', 'b']", "b", "b", "x must be one of a, b, got '2.5'"),
+        ("Literal['a', 2] | None", "2", 2, "x must be one of a, 2 or none, got '2.5'"),
+        ("tuple[int, ...]", "1, 2", (1, 2), "x must be a whole number, got '2.5'"),
+        ("tuple[float, ...] | None", "none", None, None),
+    ],
+)
+def test_types_of_parameters(tmp_path, kind, typed, value, refused):
+    path = tmp_path / "mine.py"
+    path.write_text(TYPED.format(kind))
+    got = policies.fit(str(path), 64, 8, [f"x={typed}"]).x
+    assert (got, type(got)) == (value, type(value))
+    if refused:
+        with pytest.raises(UsageError, match=f"^{re.escape(f'{path}: {refused}')}$"):
+            policies.fit(str(path), 64, 8, ["x=2.5"])
+    else:
+        policies.fit(str(path), 64, 8, ["x=2.5"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("int | str", "int | str"),
+        ("int | str | None", "int | str | None"),
+        ("list[float]", "list[float]"),
+        ("list", "list"),
+        ("tuple", "tuple"),
+        ("tuple[int, int]", "tuple[int, int]"),
+        ("tuple[list, ...]", "tuple[list, ...]"),
+        ("np.float32", "float32"),
+        ("object", "object"),
+    ],
+)
+def test_other_types_of_parameters_are_refused_when_the_file_is_loaded(tmp_path, kind, told):
+    path = tmp_path / "mine.py"
+    path.write_text(TYPED.format(kind))
+    said = (
+        f"{path}: POLICY: TypeError: x cannot be of type {told}; use bool, int, float, str, tuple[int, ...]"
+    )
+    with pytest.raises(UsageError, match=re.escape(said)) as error:
+        policies.load(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_types_of_built_in_parameters_are_known(name):
+    parameters.check_types(policies.load(name))
+
+
 def refused(tiny_model, written, old, new, complaint):
     """Check that the document's policy fails with a one-line message if `old` is replaced by `new`."""
     code = written.read_text(encoding="utf-8")
