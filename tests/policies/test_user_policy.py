@@ -194,6 +194,26 @@ def fill_and_evict(engine):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
+        (
+            SCORES,
+            planned("from kvtool.policy import Merge", "return Plan(keep, Merge([], [], [], []))"),
+            "^Average: plan merges values; set merges = True$",
+        ),
+        (
+            "def start(self, n_row, n_cell, n_dim):",
+            "def start(self, n_row, n_cell):",
+            r"^Average.start: TypeError: .* takes 3 positional .* 4 were given \(mine.py, line \d+\)$",
+        ),
+        (
+            "reads = Signal.ATTENTION",
+            "reads = 'attn'",
+            "^Average: TypeError: reads must be a Signal, such as Signal.ATTENTION, got 'attn'",
+        ),
+        (
+            "reads = Signal.ATTENTION",
+            "reads = Signal.ATTENTION | Signal.RECENT",
+            "^Average: ValueError: Signal.RECENT needs n_query of 1 or more",
+        ),
         (SCORES, planned("return Plan(keep[:, :-1])"), "Average: keep must be a C-contiguous bool"),
         (SCORES, planned("return keep"), "Average: plan must return a Plan, got ndarray"),
         (SCORES, planned("return [][1]"), r"plan: IndexError: list index out of range \(mine.py, line 3"),
