@@ -46,16 +46,20 @@ def explained(kind: type) -> dict[str, str]:
     return texts
 
 
-def check_types(kind: type, but: Iterable[str] = ()) -> None:
-    """Raise TypeError if a field of a dataclass has a type that `parse` does not know.
+def check_types(kind: type, of: str, but: Iterable[str] = ()) -> None:
+    """Raise UsageError if a field of a dataclass has a type that `parse` does not know.
 
-    but: names of fields that cannot be set. Also raises what the annotations raise.
+    of: the class, for the error. but: names of fields that cannot be set.
     """
-    kinds = get_type_hints(kind)
+    try:
+        kinds = get_type_hints(kind)
+    except Exception as error:
+        # an annotation may use a name that does not exist
+        raise UsageError(f"{of}: {type(error).__name__} in the type of a field: {error}") from error
     for name in defaults(kind, but):
         if not _is_known(kinds[name]):
-            raise TypeError(
-                f"{name} cannot be of type {_type_name(kinds[name])}; use bool, int, float, str, "
+            raise UsageError(
+                f"{of}: {name} cannot be of type {_type_name(kinds[name])}; use bool, int, float, str, "
                 "tuple[int, ...], Literal, or one of these with | None"
             )
 

@@ -132,11 +132,7 @@ def _checked(policy: object, what: str) -> type[Policy]:
         absent.append(f"the method {method}")
     if absent:
         raise UsageError(f"{what} must define {' and '.join(absent)}")
-    try:
-        parameters.check_types(policy, but=_COMMON)
-    except Exception as error:
-        # an annotation may also use a name that does not exist
-        raise UsageError(f"{what}: {where(error)}") from error
+    parameters.check_types(policy, what, but=_COMMON)
     return policy
 
 
