@@ -52,13 +52,15 @@ def load_model(
     return Model(path, n_gpu_layers=n_gpu_layers)
 
 
-def load_policy(name: str, budget: int, *, evict_every: int | None = None, **params: object) -> Policy:
+def load_policy(
+    name: str | Path | type[Policy], budget: int, *, evict_every: int | None = None, **params: object
+) -> Policy:
     """Make a policy.
 
     Parameters
     ----------
     name
-        Name of a policy that `kvtool policies` lists, or the path of your own file ("./mine.py").
+        Name of a policy that `kvtool policies` lists, path of your own file ("./mine.py"), or your own class.
     budget
         Maximum number of tokens per row.
     evict_every
@@ -76,7 +78,7 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
         check_whole("evict_every", evict_every, UsageError)
         if evict_every < 1:
             raise UsageError(f"evict_every must be at least 1, got {evict_every}")
-    return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
+    return policies.spec_of(name, evict_every, params).fit(budget)
 
 
 def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversation:

@@ -126,13 +126,16 @@ def users_traceback(error: BaseException) -> list[str]:
     return list(shown.format(chain=False)) if shown.stack or isinstance(cause, SyntaxError) else []
 
 
-def where(error: BaseException) -> str:
+def where(error: BaseException, called: object = None) -> str:
     """Describe an error in one line. Add the source file and the line number if they are known.
 
     They are from the innermost frame that is neither in kvtool nor in `_LIBRARIES`: if kvtool refuses an
     argument, the fault is in the caller. If there is no such frame, they are from kvtool's innermost frame.
     But if a library raised the error and kvtool had called it, they are left out. If numba cannot compile a
     function, they are from numba's message.
+
+    called: the function whose call failed. If its arguments did not fit, the file and line are those of its
+    definition.
     """
     trace, place, is_own = error.__traceback__, "", True
     # skip the traceback of a SyntaxError, because it ends in the import system; the message names the line
@@ -144,6 +147,9 @@ def where(error: BaseException) -> str:
         elif not file.startswith("<") and (is_own or not inside):
             place, is_own = f" ({Path(file).name}, line {trace.tb_lineno})", inside
         trace = trace.tb_next
+    code = getattr(called, "__code__", None)
+    if code and error.__traceback__ and not error.__traceback__.tb_next:
+        place = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
     if lines[0].startswith("Failed in nopython mode") and len(lines) > 1:

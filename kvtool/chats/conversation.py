@@ -31,6 +31,7 @@ from kvtool.chats.writer import Writer, checked_limit, n_equal
 from kvtool.errors import SessionError, UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system.files import temporary
+from kvtool.system.interrupt import delayed
 
 
 def transcript(messages: list[Message]) -> str:
@@ -205,6 +206,7 @@ class Conversation:
             raise UsageError("the model's chat template shows the last reply in another form; /reset first")
         return whole.removesuffix(turn)
 
+    @delayed
     def _postpone_past(self) -> None:
         """Empty the cache; the next turn then reads the whole chat first. Raises UsageError.
 
@@ -219,6 +221,7 @@ class Conversation:
 
     # the start of a chat
 
+    @delayed
     def reset(self, system: str | None = None) -> None:
         """Start another chat with an empty cache. To make this undoable, call `remember` first."""
         self.writer.reset()
@@ -325,15 +328,19 @@ class Conversation:
         if before:
             self.messages = self.messages[: before.n_message]
         tokens = self._tokens_of_turn(text, before)
-        if not before:
-            # Push the mark even if `undoable` is False. The session saves the mark, so that a later process
-            # can undo the turn
-            self.undo_stack.push(self.mark())
-        self.version += 1
-        self.messages.append({"role": "user", "content": text})
+        mark = None if before else self.mark()
         is_read = False
         try:
-            is_read = self.read_prompt(tokens, before)
+            with delayed:
+                if mark:
+                    # Push the mark even if `undoable` is False. The session saves the mark, so that a later
+                    # process can undo the turn
+                    self.undo_stack.push(mark)
+                self.version += 1
+                self.messages.append({"role": "user", "content": text})
+                is_whole = self.read_prompt(tokens, before)
+            # not after Ctrl-C, which is raised at the end of the block
+            is_read = is_whole
         finally:
             if not is_read:
                 self.messages.append({"role": "assistant", "content": ""})
@@ -431,6 +438,7 @@ class Conversation:
         is_open = self.template.opens_thought and self._has_header and not self.header.begun
         return Splitter(self.template.tags, is_open=is_open)
 
+    @delayed
     def _read_again(self, before: Mark, start: str, answer: str) -> None:
         """Rewind the cache to `before`, and read `start` and `answer`. Keep the messages and the sampler."""
         sampler = self.writer.sampler
@@ -510,6 +518,7 @@ class Conversation:
             session.write(path, saved | meta, arrays)
         return listed
 
+    @delayed
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
         """Continue from values of `save`. Raises SessionError, changing nothing, if the values do not fit.
 
@@ -655,6 +664,7 @@ class Conversation:
         before = self.undo_stack.newest
         return self.messages[before.n_message]["content"] if isinstance(before, Mark) else None
 
+    @delayed
     def _undo_last(self) -> None:
         with closing(self.undo_stack.pop()) as before:
             n_reply = self.n_reply

@@ -16,6 +16,7 @@ from kvtool.drafts.drafter import Drafter
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.llama.sampler import Sampler
+from kvtool.system.interrupt import delayed
 
 
 class Writer:
@@ -97,10 +98,12 @@ class Writer:
         finally:
             self.while_reading = before
 
+    @delayed
     def reset(self) -> None:
         self.engine.reset()
         self._forget()
 
+    @delayed
     def postpone(self, tokens: np.ndarray) -> None:
         """Empty the cache, and store tokens i32[n] as unread. They are read before the next text."""
         self.reset()
@@ -167,6 +170,7 @@ class Writer:
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
 
+    @delayed
     def rewind(
         self, n: int, saved: Mapping[str, Any], seed: int | None = None, *, again: bool = False
     ) -> bool:
@@ -204,6 +208,7 @@ class Writer:
         self._unread = np.concatenate([self._unread, tokens])
         self.sampler.resume(saved["recent"], saved["seed"])
 
+    @delayed
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
         """Decode i32[n] tokens, and wait for the devices. Return False if reading was stopped.
 
@@ -220,6 +225,7 @@ class Writer:
         self.engine.context.wait()
         return is_read
 
+    @delayed
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine. Return False if reading was stopped."""
         # False if the engine has also read tokens that did not come from this writer. Then the writer does
@@ -236,7 +242,7 @@ class Writer:
         def stopped() -> bool:
             # n_past may grow by more than n_all: kvzip's reconstruction pass repeats the prompt in the cache
             self.while_reading(min(self.engine.n_past - before, n_all), n_all)
-            return self.stop
+            return self.stop or delayed.is_over
 
         try:
             if after_step is None:
@@ -303,6 +309,7 @@ class Writer:
         if rest := stops.feed(decoder.decode(b"", final=True)) + stops.rest():
             yield rest
 
+    @delayed
     def _decode_sampled(self, n_left: int) -> None:
         """Decode the sampled token, with draft tokens after it if the drafter expects them to save time.
 
@@ -342,6 +349,7 @@ class Writer:
         self._unread = self._unread[n:]
         self._restored &= not n
 
+    @delayed
     def _drop_drafts(self) -> None:
         """Remove from the cache the draft tokens that were not sampled."""
         if self.drafter:

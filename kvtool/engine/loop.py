@@ -27,6 +27,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.policy import Policy, State
 from kvtool.policy.checks import check_whole
+from kvtool.system.interrupt import delayed
 
 _I32 = np.dtype(np.int32)
 
@@ -116,11 +117,13 @@ class Engine:
         """Free the cache."""
         self.context.close()
 
+    @delayed
     def reset(self) -> None:
         """Forget all tokens, and set `n_pinned` and `n_held` to 0."""
         self.checkpoints.cut(0)
         self.cache.reset()
 
+    @delayed
     def empty(self) -> None:
         """Forget all tokens, but do not change `n_pinned` and `n_held`."""
         self.checkpoints.cut(0)
@@ -136,6 +139,7 @@ class Engine:
 
     # the loop
 
+    @delayed
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
         """Decode tokens i32[n] in one step. The last n_output tokens give logits.
 
@@ -158,6 +162,7 @@ class Engine:
         # evict now if the step has exceeded the budget
         self.evict_if_due(0)
 
+    @delayed
     def _decode(self, tokens: np.ndarray, n_output: int, n_draft: int = 0) -> None:
         """Decode tokens i32[n] after the live cells, and do not check the budget.
 
@@ -206,6 +211,7 @@ class Engine:
         if self.n_until_plan < n:
             self.evict()
 
+    @delayed
     def evict(self) -> None:
         """Let the policy observe the signals and make a plan, then apply the plan.
 
@@ -237,6 +243,7 @@ class Engine:
         # the context always has enough positions for this step, because n_cell is at most n_ctx
         return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
+    @delayed
     def _prepare(self, n: int) -> None:
         """Make room for n tokens, in the context and in ragged rows.
 
@@ -259,6 +266,7 @@ class Engine:
 
     # texts
 
+    @delayed
     def read(
         self,
         tokens: np.ndarray,
@@ -278,6 +286,7 @@ class Engine:
 
         Returns the number of tokens that were read; with whole reading, n or 0. Raises the errors of `step`.
         """
+        stopped = _or_interrupted(stopped)
         if self.reads_whole(len(tokens)):
             try:
                 return self._read_whole(_checked(tokens, self.model.n_vocab), stopped, cached)
@@ -453,6 +462,7 @@ class Engine:
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
         return max(min(self.settings.n_draft, n_left - 1), 0)
 
+    @delayed
     def draft(self, tokens: np.ndarray) -> None:
         """Decode tokens i32[n] in one step: the next token, then at most `draft_room` draft tokens.
 
@@ -466,6 +476,7 @@ class Engine:
         self._decode(tokens, len(tokens), len(tokens) - 1)
         self.context.sample_from(0)
 
+    @delayed
     def drop_drafts(self, n: int) -> None:
         """Remove the newest n draft tokens of the last step. No policy sees their attention."""
         if n:
@@ -494,6 +505,7 @@ class Engine:
             return n
         return self.checkpoints.best(n)[0]
 
+    @delayed
     def rewind(self, n: int) -> int | None:
         """Cut the stream to its first n tokens, or to fewer if no checkpoint allows that.
 
@@ -532,6 +544,7 @@ class Engine:
         """
         return snapshot.save(self.cache, archived=archived)
 
+    @delayed
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continue from the arrays that `save` yielded, and from a session's checkpoints if it has any.
 
@@ -644,6 +657,11 @@ class Engine:
     def archive_bytes(self) -> int:
         """Size of the archive in bytes, in host memory or on disk."""
         return self.context.archive.n_bytes if self.context.archive else 0
+
+
+def _or_interrupted(stopped: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that is also true if Ctrl-C waits until the text is read."""
+    return lambda: delayed.is_over or stopped()
 
 
 def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:

@@ -25,10 +25,17 @@ def ask(policy: Policy, method: Callable[..., _Answer], *args: object) -> _Answe
     except (Exception, SystemExit) as error:
         hint = next(_absent(policy, error, args), None)
         told = TypeError(hint).with_traceback(error.__traceback__) if hint else error
-        # a policy that inherits `plan` from Ranked defines only `scores`
-        is_ranked = getattr(method, "__func__", None) is Ranked.plan
-        name = "scores" if is_ranked else method.__name__
-        raise PlanError(f"{type(policy).__name__}.{name}: {where(told)}") from error
+        raise PlanError(f"{_name(policy, method)}: {where(told, called=method)}") from error
+
+
+def _name(policy: Policy, method: Callable[..., object]) -> str:
+    """Return the name of a method that the policy's author has written."""
+    kind, func = type(policy).__name__, getattr(method, "__func__", None)
+    if func is Policy.request:
+        # the author has written only attributes such as `reads`, which the message names
+        return kind
+    # a policy that inherits `plan` from Ranked defines only `scores`
+    return f"{kind}.{'scores' if func is Ranked.plan else method.__name__}"
 
 
 def _absent(policy: Policy, error: BaseException, args: Iterable[object]) -> Iterator[str]:

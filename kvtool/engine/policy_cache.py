@@ -12,7 +12,7 @@ from kvtool.engine.moves import deltas, fill_holes, moves_of
 from kvtool.engine.plan_check import ask, check_archived, check_plan, check_state
 from kvtool.engine.rows import Rows
 from kvtool.engine.signals import Signals
-from kvtool.errors import UsageError
+from kvtool.errors import PlanError, UsageError
 from kvtool.policy import Merge, Plan, Policy, Signal, State, View
 
 if TYPE_CHECKING:
@@ -269,6 +269,8 @@ class PolicyCache:
         # context)
         may_fill = policy.capped or not policy.evicts
         n_keep = check_plan(self._name, plan, view, policy.n_live, ragged=self.rows.ragged, may_fill=may_fill)
+        if plan.merge is not None and not policy.merges:
+            raise PlanError(f"{self._name}: plan merges values; set merges = True")
         if archive := self.context.archive:
             check_archived(self._name, view, plan.keep, archive.end if archive.n else None)
         return n_keep

@@ -103,9 +103,11 @@ class Run:
 def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
     """Split "h2o:decay=0.999:window=64" into ("h2o", ("decay=0.999", "window=64")).
 
-    The name may be a path with colons.
+    The name may be a path with colons. Raises UsageError if a parameter stands alone.
     """
     name, *options = re.split(r":(?=\w+=)", text.strip())
+    if re.fullmatch(r"\w+=.*", name) and not name.endswith(".py"):
+        raise UsageError(f"{name!r} is not a policy; parameters follow colons, as in h2o:window=16:sinks=4")
     return name, tuple(options)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -132,6 +132,7 @@ def _checked(policy: object, what: str) -> type[Policy]:
         absent.append(f"the method {method}")
     if absent:
         raise UsageError(f"{what} must define {' and '.join(absent)}")
+    parameters.check_types(policy, what, but=_COMMON)
     return policy
 
 
@@ -160,11 +161,7 @@ def required(policy: type[Policy]) -> list[str]:
 
 def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> dict[str, object]:
     """Parse ["window=64", ...] to the fields' types. Raises UsageError, which lists valid parameters."""
-    try:
-        return parameters.parse(policy, options, "-o", name, but=_COMMON)
-    except NameError as error:
-        # an annotation in a user's policy may use a name that does not exist
-        raise UsageError(f"{name}: {where(error)}") from error
+    return parameters.parse(policy, options, "-o", name, but=_COMMON)
 
 
 Adapt = Callable[["Policy"], "Policy"]
@@ -257,6 +254,17 @@ def spec(name: str, evict_every: int | None = None, options: Iterable[str] = ())
     """Return the request for a policy by name or file, with options. Raises UsageError for unknown names."""
     kind = load(name)
     return PolicySpec(name, kind, parse_options(name, kind, options), evict_every)
+
+
+def spec_of(
+    policy: str | Path | type[Policy], evict_every: int | None, params: Mapping[str, object]
+) -> PolicySpec:
+    """Return the request for a policy by name, file or class, with values. Raises UsageError."""
+    if isinstance(policy, type):
+        name, kind = policy.__name__, _checked(policy, policy.__name__)
+    else:
+        name, kind = str(policy), load(str(policy))
+    return PolicySpec(name, kind, parameters.check(kind, params, "-o", name, but=_COMMON), evict_every)
 
 
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:

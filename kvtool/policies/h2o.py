@@ -5,9 +5,10 @@ A heavy hitter is a token with a high attention sum. The sum begins when the tok
 g - 1.
 
 Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
-heads; the paper has no grouped queries. The window is never evicted, as in the authors' code. The paper does
-not cover streams that are longer than the context. In such a stream the sums decay, unless `decay_beyond` is
-1. Without decay, the sums of new tokens could no longer exceed the sums of old tokens; docs/measured.md shows
+heads; the paper has no grouped queries. An eviction makes room for `slack` tokens. The paper makes room for
+one token, as --evict-every 1 does. The window is never evicted, as in the authors' code. The paper does not
+cover streams that are longer than the context. In such a stream the sums decay, unless `decay_beyond` is 1.
+Without decay, the sums of new tokens could no longer exceed the sums of old tokens; docs/measured.md shows
 the effect.
 
 Some options come from other work. EasyKV divides the sum by the steps that a token has lived (`score=mean`),

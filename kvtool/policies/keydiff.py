@@ -5,7 +5,8 @@ cells. The code does not divide by the norm of m, because it is the same for all
 
 Differs from the paper: keys are rounded to eight bits, and compared before RoPE, so that a key's position
 makes no difference. The paper and kvpress compare keys after RoPE, without rounding. The newest tokens and
-the sinks always stay.
+the sinks always stay. An eviction makes room for `slack` tokens. The paper evicts after each block of a
+prompt, and after each token of a reply.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).

@@ -17,7 +17,8 @@ Differs from the paper: the paper ranks all rows of all layers together. Here al
 tokens, or with `-o heads=adaptive` the rows of a layer share their budgets (see kvtool/policy/ranked.py).
 Attention is the model's softmax over the whole cache. If the prompt has several chunks, the paper saves time:
 it computes the softmax only over a chunk and its repetition. A chunk is shorter than `chunk` if the context
-does not have enough room. Pinned and held tokens (a system prompt, the reply header) stay, and they are not
+does not have enough room. The paper compresses a prompt once; kvtool also evicts `slack` tokens whenever the
+cache is full again. Pinned and held tokens (a system prompt, the reply header) stay, and they are not
 repeated. The newest token always stays; with `-o window=0` it competes like any other token.
 """
 

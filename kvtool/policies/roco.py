@@ -6,7 +6,8 @@ standard deviation are kept. Among the other tokens, the lowest scores are evict
 Differs from the paper: each KV head makes one decision, based on the attention summed over its group of query
 heads. EasyKV, the authors' code, uses the mean of the group, which gives the same order. `keep_std` tokens
 are kept for their high deviation. The default is three tenths of the kept tokens, minus the window, as in
-EasyKV during generation. Unlike kvtool, EasyKV does not evict tokens of the prompt during generation.
+EasyKV during generation. An eviction makes room for `slack` tokens. During generation, EasyKV makes room for
+one token, as --evict-every 1 does, and it does not evict tokens of the prompt.
 """
 
 from __future__ import annotations

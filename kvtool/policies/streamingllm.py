@@ -1,10 +1,10 @@
 """StreamingLLM: keep the first and the newest tokens (Xiao et al. 2023, arXiv:2309.17453, section 3.2).
 
-The paper's attention sinks are our sinks, and its rolling KV cache is our window. `--positions in-cache`
-gives the paper's positions within the cache.
+The paper's attention sinks are our sinks, and its rolling KV cache is our window.
 
 Differs from the paper: an eviction makes room for `slack` tokens. The paper makes room for one token, as
---evict-every 1 does.
+--evict-every 1 does. Tokens keep their positions until the context is full. The paper renumbers them at every
+eviction, as --positions in-cache does.
 """
 
 from dataclasses import dataclass

@@ -207,6 +207,8 @@ class SignalRequest:
             check_whole(name, n := getattr(self, name))
             if n < 0:
                 raise ValueError(f"{name} must not be negative, got {n}")
+        if Signal.RECENT in self.reads and not self.n_query:
+            raise ValueError("Signal.RECENT needs n_query of 1 or more")
         if Signal.FUTURE in self.reads and not (self.n_query and self.n_future):
             raise ValueError("Signal.FUTURE needs n_query and n_future of 1 or more")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+# `_signal` sets a handler in 1 us; `signal` takes 10 us, which is too long for each step
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
 from typing import Any
 
 EXIT_CODE = 128 + 2
@@ -68,11 +70,65 @@ def raising() -> Iterator[None]:
 
     This does nothing in other threads than the main thread, because only the main thread receives Ctrl-C.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main():
         yield
         return
     with _handled(signal.default_int_handler):
         yield
+
+
+class _Delayed(ContextDecorator):
+    """See `delayed`."""
+
+    def __init__(self) -> None:
+        # how many blocks the main thread is in, and whether Ctrl-C came meanwhile
+        self._depth, self._came = 0, False
+
+    def __enter__(self) -> None:
+        if not _is_main():
+            return
+        if self._depth:
+            self._depth += 1
+        elif _signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._came = False
+            _signal.signal(signal.SIGINT, self._note)
+            self._depth = 1
+
+    def __exit__(self, *_: object) -> None:
+        if not (_is_main() and self._depth):
+            return
+        self._depth -= 1
+        if not self._depth:
+            _signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._came:
+                raise KeyboardInterrupt
+
+    def _note(self, *_: object) -> None:
+        if self._came or not self._depth:
+            self._depth = 0
+            _signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt
+        self._came = True
+
+    @property
+    def is_over(self) -> bool:
+        """True if Ctrl-C waits for the end of the block, so that a block with several steps should end."""
+        return self._depth > 0 and self._came and _is_main()
+
+
+delayed = _Delayed()
+"""Block, or decorator of a function, that Ctrl-C does not interrupt: `with delayed:`.
+
+KeyboardInterrupt is raised at the end of the block; if blocks are nested, at the end of the outermost block.
+A second Ctrl-C is raised at once, because a policy's code might never return.
+
+The block does nothing in other threads than the main thread. It also does nothing if the program has set its
+own handler for Ctrl-C, because this handler may have to act at once. kvtool's commands do that.
+"""
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def ending(message: Callable[[], str]) -> AbstractContextManager[None]:

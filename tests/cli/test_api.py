@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from kvtool.chats.prompt import template_of
 from kvtool.chats.writer import Writer
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama.sampler import Sampler
+from kvtool.policies.h2o import H2O
 from tests.engine.running import open_engine, text
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +162,61 @@ def test_load_policy_takes_the_parameters_of_the_command_line():
     )
     assert load_policy("buzz", 64, local_max=False).local_max is False
     assert load_policy("knorm", 64) == policies.fit("knorm", 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Mine(H2O):
+    """Policy with parameters of all types."""
+
+    whole: int = 1
+    share: float = 0.5
+    some: tuple[float, ...] = ()
+    either: Literal["a", 2] = "a"
+    maybe: int | None = 3
+    is_on: bool = False
+
+
+def test_load_policy_takes_values_as_they_are():
+    values = {"whole": 7, "share": 0.25, "some": (1.5, 2.5), "either": 2, "maybe": None, "is_on": True}
+    policy = load_policy(Mine, 64, **values)
+    assert {name: getattr(policy, name) for name in values} == values
+    assert type(policy) is Mine
+    # values that mean the same in another type
+    policy = load_policy(Mine, 64, share=1, some=[1, np.float32(2)], whole=np.int64(4), is_on=np.True_)
+    assert (policy.share, policy.some, policy.whole, policy.is_on) == (1.0, (1.0, 2.0), 4, True)
+    assert [type(value) for value in (policy.share, *policy.some, policy.whole)] == [*[float] * 3, int]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"whole": "7"}, "whole must be a whole number, got '7'"),
+        ({"whole": 7.0}, "whole must be a whole number, got 7.0"),
+        ({"whole": True}, "whole must be a whole number, got True"),
+        ({"whole": None}, "whole must be a whole number, got None"),
+        ({"share": "0.5"}, "share must be a number, got '0.5'"),
+        ({"some": 1.5}, "some must be a tuple, got 1.5"),
+        ({"some": "1,2"}, "some must be a tuple, got '1,2'"),
+        ({"some": ("1",)}, "some must be a number, got '1'"),
+        ({"either": "c"}, "either must be one of a, 2, got 'c'"),
+        ({"maybe": "none"}, "maybe must be a whole number or none, got 'none'"),
+        ({"is_on": 1}, "is_on must be true or false, got 1"),
+        ({"other": 1}, "there is no parameter 'other' .*; its parameters: window"),
+    ],
+)
+def test_load_policy_checks_the_types_of_values(value, said):
+    with pytest.raises(UsageError, match=f"^Mine: {said}"):
+        load_policy(Mine, 64, **value)
+
+
+def test_load_policy_takes_a_path_and_a_class(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from kvtool.policies.h2o import H2O as POLICY\n")
+    assert (
+        load_policy(path, 64, window=9) == load_policy(H2O, 64, window=9) == load_policy("h2o", 64, window=9)
+    )
+    with pytest.raises(UsageError, match="^int must be a dataclass that derives from kvtool.policy.Policy$"):
+        load_policy(int, 64)
 
 
 @pytest.mark.parametrize(

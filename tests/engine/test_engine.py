@@ -45,6 +45,8 @@ class Given(Policy):
     answer: object = lambda policy, view, state: Plan(newest(view, policy.budget - policy.slack))
     state: object = lambda shape: ()
 
+    merges = True
+
     def start(self, n_row, n_cell, n_dim):
         return self.state((n_row, n_cell))
 
@@ -442,9 +444,9 @@ class Wishing(Policy):
 @pytest.mark.parametrize(
     ("wish", "error", "message"),
     [
-        ({"group": "mean"}, PlanError, "Wishing.request: .*group must be one of sum, max, first, got 'mean'"),
-        ({"t": "tokens"}, PlanError, "Wishing.request: .*t must be one of stream, cells, got 'tokens'"),
-        ({"n_query": -1}, PlanError, "Wishing.request: .*n_query must not be negative, got -1"),
+        ({"group": "mean"}, PlanError, "^Wishing: .*group must be one of sum, max, first, got 'mean'"),
+        ({"t": "tokens"}, PlanError, "^Wishing: .*t must be one of stream, cells, got 'tokens'"),
+        ({"n_query": -1}, PlanError, "^Wishing: .*n_query must not be negative, got -1"),
         ({"n_query": 2.5}, PlanError, "n_query must be a whole number, got 2.5"),
         ({"reads": 5.5}, PlanError, "reads must be a Signal, such as Signal.ATTENTION, got 5.5"),
         ({"reads": 1}, PlanError, "reads must be a Signal"),

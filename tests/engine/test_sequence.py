@@ -178,6 +178,8 @@ def test_policy_that_reads_prompts_whole_is_refused_before_reading(tiny_model, u
 def test_a_merge_is_refused(tiny_model, unpatched):
     @dataclass(frozen=True, slots=True)
     class Merging(Local):
+        merges = True
+
         def plan(self, view, state):
             keep = super(Merging, self).plan(view, state).keep
             at = np.flatnonzero(keep[0])[:1].astype(np.int32)

@@ -20,6 +20,7 @@ class Merging(Policy):
     slack: int
 
     reads: ClassVar[Signal] = Signal.ATTENTION
+    merges: ClassVar[bool] = True
 
     def _h2o(self):
         return policies.fit("h2o", self.budget, self.slack)

@@ -194,6 +194,26 @@ def fill_and_evict(engine):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
+        (
+            SCORES,
+            planned("from kvtool.policy import Merge", "return Plan(keep, Merge([], [], [], []))"),
+            "^Average: plan merges values; set merges = True$",
+        ),
+        (
+            "def start(self, n_row, n_cell, n_dim):",
+            "def start(self, n_row, n_cell):",
+            r"^Average.start: TypeError: .* takes 3 positional .* 4 were given \(mine.py, line \d+\)$",
+        ),
+        (
+            "reads = Signal.ATTENTION",
+            "reads = 'attn'",
+            "^Average: TypeError: reads must be a Signal, such as Signal.ATTENTION, got 'attn'",
+        ),
+        (
+            "reads = Signal.ATTENTION",
+            "reads = Signal.ATTENTION | Signal.RECENT",
+            "^Average: ValueError: Signal.RECENT needs n_query of 1 or more",
+        ),
         (SCORES, planned("return Plan(keep[:, :-1])"), "Average: keep must be a C-contiguous bool"),
         (SCORES, planned("return keep"), "Average: plan must return a Plan, got ndarray"),
         (SCORES, planned("return [][1]"), r"plan: IndexError: list index out of range \(mine.py, line 3"),
@@ -349,6 +369,81 @@ def test_parameter_without_a_default_is_required(written):
     with pytest.raises(UsageError, match=r"mine.py: set it with -o alpha=\.\.\.$"):
         policies.fit(str(written), 48)
     assert policies.fit(str(written), 48, 8, ["alpha=0.5", "window=9"]).alpha == 0.5
+
+
+TYPED = """from dataclasses import dataclass
+from typing import Literal, Optional
+import numpy as np
+from kvtool.policies.h2o import H2O
+
+@dataclass(frozen=True, slots=True)
+class POLICY(H2O):
+    x: {} = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "typed", "value", "refused"),
+    [
+        ("int | None", "3", 3, "x must be a whole number or none, got '2.5'"),
+        ("int | None", "none", None, "x must be a whole number or none, got '2.5'"),
+        ("Optional[int]", "3", 3, "x must be a whole number or none, got '2.5'"),
+        ("float | None", "2.5", 2.5, None),
+        ("bool | None", "False", False, "x must be true or false or none, got '2.5'"),
+        ("None | str", "none", None, None),
+        ("Literal['a', 'b']", "b", "b", "x must be one of a, b, got '2.5'"),
+        ("Literal['a', 2] | None", "2", 2, "x must be one of a, 2 or none, got '2.5'"),
+        ("tuple[int, ...]", "1, 2", (1, 2), "x must be a whole number, got '2.5'"),
+        ("tuple[float, ...] | None", "none", None, None),
+    ],
+)
+def test_types_of_parameters(tmp_path, kind, typed, value, refused):
+    path = tmp_path / "mine.py"
+    path.write_text(TYPED.format(kind))
+    got = policies.fit(str(path), 64, 8, [f"x={typed}"]).x
+    assert (got, type(got)) == (value, type(value))
+    if refused:
+        with pytest.raises(UsageError, match=f"^{re.escape(f'{path}: {refused}')}$"):
+            policies.fit(str(path), 64, 8, ["x=2.5"])
+    else:
+        policies.fit(str(path), 64, 8, ["x=2.5"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("int | str", "int | str"),
+        ("int | str | None", "int | str | None"),
+        ("list[float]", "list[float]"),
+        ("list", "list"),
+        ("tuple", "tuple"),
+        ("tuple[int, int]", "tuple[int, int]"),
+        ("tuple[list, ...]", "tuple[list, ...]"),
+        ("np.float32", "float32"),
+        ("object", "object"),
+    ],
+)
+def test_other_types_of_parameters_are_refused_when_the_file_is_loaded(tmp_path, kind, told):
+    path = tmp_path / "mine.py"
+    path.write_text(TYPED.format(kind))
+    said = (
+        f"{path}: POLICY: x cannot be of type {told}; use bool, int, float, str, tuple[int, ...], Literal, or"
+    )
+    with pytest.raises(UsageError, match=f"^{re.escape(said)} one of these with . None$"):
+        policies.load(str(path))
+
+
+def test_an_unknown_name_in_a_type_is_refused_when_the_file_is_loaded(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"from __future__ import annotations\n{TYPED.format('Nothing')}")
+    said = f"{path}: POLICY: NameError in the type of a field: name 'Nothing' is not defined"
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+        policies.load(str(path))
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_types_of_built_in_parameters_are_known(name):
+    parameters.check_types(policies.load(name), name)
 
 
 def refused(tiny_model, written, old, new, complaint):

@@ -134,6 +134,8 @@ def test_byte_budget_includes_recurrent_states(common):
     ("wanted", "budget", "kind", "change", "words"),
     [
         ("nope", "64", "f16", {}, "unknown policy"),
+        # --policies h2o:window=16,sinks=4 names two policies, of which the second is "sinks=4"
+        ("sinks=4", "64", "f16", {}, "^'sinks=4' is not a policy; parameters follow colons, as in h2o:"),
         ("h2o:sinkz=1", "64", "f16", {}, "no parameter"),
         ("streamingllm", "3", "f16", {}, "a budget of 3 is too small for streamingllm; use at least 6"),
         ("h2o", "many", "f16", {}, "--budget is a number of tokens"),
