@@ -52,8 +52,6 @@ class Terminal:
         Speed of the last reply; 0 if the reply has at most one token.
     typed
         Text to put at the next prompt.
-    selects
-        True if `typed` is selected at the next prompt: the first character that the user types replaces it.
     edits
         True if the next turn replaces the last turn.
     last_typed
@@ -70,7 +68,6 @@ class Terminal:
     hide_thinking: bool = False
     thought: str = ""
     typed: str = ""
-    selects: bool = False
     edits: bool = False
     tokens_per_s: float = 0.0
     last_typed: dict[str, str] = field(default_factory=dict)
@@ -295,10 +292,10 @@ class Terminal:
 
         again: True if the turn was to replace the last turn. The user can then edit the refused turn, and the
         next turn still replaces the last turn. False for a new turn. It is put at the prompt only if it is a
-        single line, and the first character that the user types replaces it.
+        single line.
         """
         self.typed = typed_as(text) if again or "\n" not in text else ""
-        self.selects, self.edits = not again, again
+        self.edits = again
 
     def _took_back(self, n_before: int) -> bool:
         """After an error, undo a turn without a reply. Return True if the turn is no longer in the chat."""

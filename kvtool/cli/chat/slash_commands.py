@@ -65,7 +65,7 @@ class Slash(NamedTuple):
         The argument may contain surrogates, because a terminal without UTF-8 may send invalid bytes. A path
         needs them; any other text has to go through `shown`.
     words
-        Function that returns the words that may follow the command. None if a path follows.
+        Function that returns the words that may follow the command. None if a session file follows.
     """
 
     usage: str
@@ -129,7 +129,7 @@ class Commands:
             meant = self._meant(name.lower())
             instead = f"did you mean '{meant}'?" if meant else "/help lists them"
             self.terminal.error(f"there is no command '{name}'; {instead}")
-        self.terminal.typed, self.terminal.selects = line, True
+        self.terminal.typed = line
 
     def _meant(self, name: str) -> str | None:
         """Return the command that the user may have meant by the unknown command `name`, or None.

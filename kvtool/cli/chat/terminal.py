@@ -60,17 +60,16 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     # the prompt handles Ctrl-C itself; while there is no prompt, another Ctrl-C must not end the chat
     interrupt.ignores()
     default, terminal.typed = terminal.typed, ""
-    selected, terminal.selects = terminal.selects, False
     # if the prompt appears with a default text, drop the characters that the user typed before: otherwise
     # they would be appended to the default text
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
     while True:
         try:
-            return prompt.ask(default, selected=selected)
+            return prompt.ask(default)
         except EOFError:
             return None
         except KeyboardInterrupt:
-            default, selected = "", False
+            default = ""
             terminal.note(_KEPT if terminal.edits else "Ctrl-D or /exit leaves")
             terminal.edits = False
