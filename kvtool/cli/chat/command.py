@@ -124,7 +124,13 @@ def chat(
             before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say(unpinned("the system prompt"))
-        writer.before_reading = notice = Notice(engine, "turn", opened.info)
+        notice = Notice(engine, "turn", opened.info)
+
+        def before_reading(n: int) -> None:
+            notice.noun = _read_next(conversation)
+            notice(n)
+
+        writer.before_reading = before_reading
         if is_terminal:
             from kvtool.cli.chat import terminal
             from kvtool.cli.chat.screen import Terminal
@@ -150,6 +156,15 @@ def _written(args: _ChatOptions) -> Iterator[tuple[str, Path | None]]:
         yield "the archive of --session", archive_path(real)
         yield "the lock of --session", lock_of(real)
     yield "--transcript", args.transcript
+
+
+def _read_next(conversation: Conversation) -> str:
+    """Return what a turn that has just begun reads: only the turn, or also the system prompt or the chat."""
+    if conversation.writer.engine.n_past:
+        return "turn"
+    if conversation.n_turn > 1:
+        return "chat"
+    return "system prompt with the first turn" if conversation.system else "turn"
 
 
 def _reread(conversation: Conversation, opened: Opened, messages: list[Message], system: str | None) -> None:
