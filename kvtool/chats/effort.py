@@ -107,7 +107,8 @@ class Efforts:
             return {}
         variables, remark = self.variables(effort or ON, budget)
         if remark:
-            raise UsageError(f"--think {effort}: the model's chat template {remark.partition(';')[0]}")
+            remark, _, _ = remark.partition(";")
+            raise UsageError(f"think {effort}: the model's chat template {remark}")
         return variables
 
     def _of(self, effort: str) -> tuple[Variables, str | None]:
