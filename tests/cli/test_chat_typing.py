@@ -389,7 +389,9 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
     stats = " ".join(chat.say("/stats").split())
     assert "copies for /undo" not in stats
     assert ("checkpoints 2, " in stats) == ("checkpoints" in stats) == ("h2o" in policy)
-    assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
+    assert 'took back 2 changes, the oldest of them the turn "two"; the chat has 1 turn' in chat.say(
+        "/undo 2"
+    )
     assert user_messages(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
     # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.

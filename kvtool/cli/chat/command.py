@@ -135,7 +135,7 @@ def chat(
             from kvtool.cli.chat import terminal
             from kvtool.cli.chat.screen import Terminal
 
-            terminal.run(Terminal(conversation, files, run.policy, args.plain, args.hide_thinking))
+            terminal.run(Terminal(conversation, files, run.policy, notice, args.plain, args.hide_thinking))
         else:
             _pipe(conversation, files, stdin_lines(), notice)
         if run.verbose:
@@ -199,8 +199,7 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str], no
             sys.stdout.flush()
         if writer.stop:
             raise KeyboardInterrupt
-        notice.after()
-        say(end_note(writer, generation, "reply", is_empty=is_empty))
+        say(notice.after(), end_note(writer, generation, "reply", is_empty=is_empty))
         # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
 

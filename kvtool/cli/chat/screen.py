@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtool.chats.undo import UndoneTurn
+    from kvtool.cli.explain import Notice
     from kvtool.engine.loop import Engine
 
 _CANCELLED = "cancelled; the chat is as it was before"
@@ -42,6 +43,8 @@ class Terminal:
     ----------
     policy
         Name of the policy, as the user typed it.
+    notice
+        Reports that the archive is full. None to report nothing.
     plain
         True if replies are shown exactly as the model writes them.
     hide_thinking
@@ -64,6 +67,7 @@ class Terminal:
     conversation: Conversation
     files: ChatFiles
     policy: str
+    notice: Notice | None = None
     plain: bool = False
     hide_thinking: bool = False
     thought: str = ""
@@ -201,6 +205,8 @@ class Terminal:
                 in_terminal=True,
             ):
                 self.note(why)
+            if self.notice and (full := self.notice.after()):
+                self.note(full)
             self.saved()
             self.note(self.status())
 
@@ -327,7 +333,7 @@ def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:
-        return f"{n:,} tokens: each KV head keeps {held}, no head kept {forgotten}"
+        return f"{n:,} tokens: each KV head keeps {held}, {forgotten} is forgotten"
     archived = f"{share(n_archived / n)} archived, " if n_archived else ""
     return f"{n:,} tokens: {held} in the cache, {archived}{forgotten} forgotten"
 

@@ -23,8 +23,8 @@ def run(terminal: Terminal) -> None:
     model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")
     rest = f", a cache of {engine.policy.budget:,} tokens; trained for {engine.model.n_ctx_train:,} tokens"
     terminal.console.print(Text.assemble(model, " with policy ", policy, rest))
-    if not terminal.files.run.explain and (limit := archive_limit(engine, brief=True)):
-        terminal.note(limit)
+    if not terminal.files.run.explain and engine.policy.evicts:
+        terminal.note(archive_limit(engine) or "text that leaves the cache is forgotten")
     if base := base_model(engine.model.path):
         terminal.note(base)
     terminal.note("/help shows help, Ctrl-D leaves")
