@@ -174,7 +174,7 @@ class Commands:
         if len(changes) < n:
             more = "; /undo cannot go back further"
         undone = (
-            changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
+            changes[0] if len(changes) == 1 else f"{len(changes)} changes, the oldest of them {changes[-1]}"
         )
         self.files.keep_session(undone=True)
         has = f"the chat has {turns(self.conversation.n_turn)}"
