@@ -585,6 +585,16 @@ def test_more_ctrl_c_between_two_prompts_do_not_end_the_chat():
         signal.signal(signal.SIGINT, before)
 
 
+def test_blank_line_separates_a_reply_from_the_lines_before_it(terminal):
+    chat = terminal()
+    assert chat.say("hello").split("\n")[0] != ""
+    assert "\n> hello\n\n" in chat.text
+    announced, blank, reply, *_ = chat.say("word " * 200).split("\n")
+    assert announced.startswith("the turn has ")
+    assert not blank
+    assert reply
+
+
 def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_path):
     chat = terminal("--session", tmp_path / "chat.kv")
     (tmp_path / "z.txt").write_text(" \n")

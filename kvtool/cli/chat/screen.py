@@ -222,10 +222,11 @@ class Terminal:
         conversation, again, n_before = self.conversation, replaced is not None, self.conversation.n_turn
         before = self.last_typed, self.thought
         self.last_typed, self.thought, self.tokens_per_s = {sent: text}, "", 0.0
-        self.console.print()
         try:
             is_read = self._read_turn(sent)
             if is_read:
+                # the blank line also separates the reply from lines about the reading
+                self.console.print()
                 self._answer(again)
             if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
                 conversation.undo_turn()
