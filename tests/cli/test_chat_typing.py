@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import resource
 import shutil
 import signal
 import termios
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +26,7 @@ from kvtool.cli.chat import terminal as loop
 from kvtool.cli.chat.input import Prompt, _Completer, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.cli.called import called
-from tests.cli.terminal import terminals, user_messages
+from tests.cli.terminal import Terminal, terminals, user_messages
 from tests.held import PATIENCE_S, Held, until
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
@@ -537,6 +539,31 @@ def test_terminal_mode_is_set_again_after_sigcont(monkeypatch):
         assert signal.getsignal(signal.SIGCONT) == handler
     os.close(master)
     os.close(theirs)
+
+
+@pytest.mark.parametrize("ending", ["", "\x03"], ids=["started", "stopped"])
+def test_characters_typed_while_a_chat_starts_appear_only_at_the_prompt(talker, tmp_path, ending):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def echoes():
+        return bool(termios.tcgetattr(chat.master)[3] & termios.ECHO)
+
+    with closing(Terminal(talker, *SMALL, "--reread", fifo, env={"XDG_STATE_HOME": str(tmp_path)})) as chat:
+        # the chat waits until the test has written the messages
+        with fifo.open("w") as file:
+            assert not echoes()
+            chat.type(f"typed early{ending}")
+            if ending:
+                assert chat.process.wait(PATIENCE_S) == 130
+                assert echoes()
+                return
+            file.write(json.dumps([{"role": "system", "content": "Be brief."}]))
+        chat.until("\n> typed early")
+        assert chat.text.count("typed early") == 1
+        chat.type("\x15")
+        chat.leave()
+        assert echoes()
 
 
 def test_ctrl_c_interrupts_only_the_question_of_a_command(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from kvtool.cli.chat.keys import Keys
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
@@ -66,7 +67,12 @@ def chat(
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(typed_run, model_name), system.text()
     check_apart(*_written(args), ("--reread", args.reread))
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with ExitStack() as stack:
+        starting = stack.enter_context(ExitStack())
+        if is_terminal:
+            # typed characters would disturb progress bars; the first prompt gets them
+            starting.enter_context(Keys().waiting())
         saved = earlier = None
         if args.session:
             from kvtool.chats import session as sessions
@@ -83,7 +89,6 @@ def chat(
 
             earlier, its_model = read_messages(args.reread)
             run = run.resumed({"model": its_model}) if its_model else run
-        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             # importing this module takes as long as loading a small model, so do both at the same time
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
@@ -135,6 +140,7 @@ def chat(
             from kvtool.cli.chat import terminal
             from kvtool.cli.chat.screen import Terminal
 
+            starting.close()
             terminal.run(Terminal(conversation, files, run.policy, notice, args.plain, args.hide_thinking))
         else:
             _pipe(conversation, files, stdin_lines(), notice)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
+from kvtool.cli.chat.keys import Keys
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import end_note
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
@@ -76,7 +75,7 @@ class Terminal:
     tokens_per_s: float = 0.0
     last_typed: dict[str, str] = field(default_factory=dict)
     console: Console = field(default_factory=plain_console)
-    keys: Keys = field(default_factory=lambda: Keys())
+    keys: Keys = field(default_factory=Keys)
     # `version` of the chat when the user last wanted to leave it with unsaved turns, or None
     _left: int | None = None
 
@@ -343,59 +342,3 @@ def share(part: float) -> str:
     """Format a share in percent. The text is "100 %" only for 1, and "0 %" only for 0."""
     percent = 100 * part if part in (0, 1) else min(max(100 * part, 0.1), 99.9)
     return f"{percent:.0f} %" if part in (0, 1) else f"{percent:.1f} %"
-
-
-class Keys:
-    """Hides characters that the user types while the chat is busy. The next prompt gets them."""
-
-    _before: Any = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Do not show typed characters inside the block, because they would disturb the output."""
-        try:
-            import termios
-        except ImportError:
-            yield
-            return
-        self._before = termios.tcgetattr(sys.stdin)
-        waiting = termios.tcgetattr(sys.stdin)
-        waiting[3] &= ~termios.ECHO
-        # turn off the terminal's own handling of Ctrl-D, so that the next prompt gets this key
-        waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
-        try:
-            with _attributes(waiting):
-                yield
-        finally:
-            self._before = None
-
-    @contextmanager
-    def normal(self) -> Iterator[None]:
-        """Show typed characters inside the block, although `waiting` hides them. Used to ask questions."""
-        with _attributes(self._before) if self._before else nullcontext():
-            yield
-
-
-@contextmanager
-def _attributes(attributes: Any) -> Iterator[None]:
-    """Set the terminal's attributes inside the block.
-
-    If the user suspends the program with Ctrl-Z, the shell changes the attributes. The program sets them
-    again when it continues.
-    """
-    import termios
-
-    before = termios.tcgetattr(sys.stdin)
-
-    def set_to(values: Any) -> None:
-        # this fails if the terminal is closed
-        with suppress(termios.error):
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, values)
-
-    set_to(attributes)
-    handler = signal.signal(signal.SIGCONT, lambda *_: set_to(attributes))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCONT, handler)
-        set_to(before)
