@@ -794,8 +794,11 @@ def test_continued_chat_shows_its_last_turn(terminal, tmp_path):
     chat.leave()
     reply = session.read(path)[0]["messages"][-1]["content"]
     again = terminal("--session", path)
-    assert f"> what was said\n\n{reply.rstrip()}" in again.text
+    last = f"> what was said\n\n{reply.rstrip()}"
+    assert last in again.text
+    copy = shutil.copy(path, tmp_path / "copy.kv")
     assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
+    assert again.say(f"/load {copy}").endswith(last)
 
 
 def test_chat_warns_at_its_start_about_a_base_model(terminal, talker, tmp_path):

@@ -324,6 +324,8 @@ class Commands:
         for setting in ("think", "think_budget"):
             if getattr(before, setting) != getattr(self.files.generation, setting):
                 self.terminal.note(f"{setting}  {show.setting(self.terminal, setting)}")
+        if self.conversation.n_turn:
+            self.terminal.show_last()
 
     def _remember(self, change: str) -> bool:
         """Copy the chat for /undo.
