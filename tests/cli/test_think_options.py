@@ -165,10 +165,10 @@ def test_load_takes_effort_and_budget_of_the_session_and_says_so(models, tmp_pat
         chat.say("/set think_budget 5")
         chat.say("Hello")
         chat.say(f"/save {path}")
-        assert "think" not in chat.say(f"/load {path}")
+        assert "think_budget" not in chat.say(f"/load {path}")
         chat.say("/reset")
         chat.say("/set think_budget 7")
-        assert chat.say(f"/load {path}").endswith("\nthink_budget  5")
+        assert "\nthink_budget  5\n\n> Hello" in chat.say(f"/load {path}")
         assert chat.say("/set think_budget") == "think_budget  5"
         chat.say("/undo")
         assert chat.say("/set think_budget") == "think_budget  7"
