@@ -464,7 +464,7 @@ class Conversation:
         """
         tokens, n = self._first(text)
         engine = self.writer.engine
-        if before and engine.cache.pinnable(n) != engine.n_pinned:
+        if before and engine.policy.pinnable(n) != engine.n_pinned:
             # templates may omit the system prompt before some texts; an archive takes no change of the pins
             self._rewind_for(tokens[:0], before)
         self._pin(n)

@@ -107,7 +107,7 @@ class Efforts:
             return {}
         variables, remark = self.variables(effort or ON, budget)
         if remark:
-            raise UsageError(f"--think {effort}: the model's chat template {remark.partition(';')[0]}")
+            raise UsageError(f"think {effort}: the model's chat template {remark.partition(';')[0]}")
         return variables
 
     def _of(self, effort: str) -> tuple[Variables, str | None]:

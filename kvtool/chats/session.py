@@ -150,6 +150,9 @@ def read_messages(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     with _as_session_error("read", path), path.open("rb") as file:
         data = file.read(_N_FIRST)
         if not data.lstrip().startswith(b"["):
+            if not data.startswith(b"kvtool session "):
+                exported = "the output of `kvtool session export --json`"
+                raise SessionError(f"{path} is neither a session nor {exported}; name such a file")
             meta = read_chat(path)
             return meta["messages"], meta["options"]["model"]
         messages: Any = None

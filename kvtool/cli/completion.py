@@ -67,7 +67,7 @@ def sessions(incomplete: str) -> list[str]:
         for path in sorted(Path(folder + slash or ".").expanduser().iterdir()):
             if path.name.startswith(start) and (start or path.name[0] != "."):
                 shown = f"{folder}{slash}{path.name}"
-                names += [f"{shown}/"] if path.is_dir() else [shown] if _is_session(path) else []
+                names += [f"{shown}/"] if path.is_dir() else [shown] if is_session(path) else []
     return names
 
 
@@ -75,7 +75,8 @@ def commands(incomplete: str) -> list[str]:
     return _from(incomplete, COMMANDS)
 
 
-def _is_session(path: Path) -> bool:
+def is_session(path: Path) -> bool:
+    """Return True if a file begins as session files do."""
     with suppress(OSError):
         # open regular files only: opening a pipe would wait for a writer
         if path.is_file():

@@ -105,21 +105,26 @@ class Notice:
         if self.info and not self.is_much and (text := too_much(self.info, n, self.engine.n_past)):
             self.is_much = True
             say(text)
-        self.is_lost |= _forgets(self.engine, n)
+        # after /reset or /undo, the archive may have room again
+        self.is_lost = _forgets(self.engine, n) or (self.is_lost and self._has_lost())
 
-    def after(self) -> None:
-        """After a text was written, report if the archive is full and the oldest tokens are forgotten."""
+    def after(self) -> str | None:
+        """Return a line if the archive is full and the oldest tokens are forgotten since the last text."""
+        archive = self.engine.context.archive
+        if self.is_lost or not archive or not self._has_lost():
+            return None
+        self.is_lost = True
+        return (
+            f"the archive is full ({archive.n_max:,} tokens): from now on, the oldest tokens are forgotten; "
+            "a larger --archive keeps more"
+        )
+
+    def _has_lost(self) -> bool:
+        """Return True if the archive is full, and tokens are forgotten."""
         from kvtool.measure.holdings import n_forgotten
 
         archive = self.engine.context.archive
-        if self.is_lost or not archive or archive.n < archive.n_max:
-            return
-        if n_forgotten(self.engine):
-            self.is_lost = True
-            say(
-                f"the archive is full ({archive.n_max:,} tokens): from now on, the oldest tokens are "
-                "forgotten; a larger --archive keeps more"
-            )
+        return bool(archive and archive.n >= archive.n_max and n_forgotten(self.engine))
 
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:

@@ -125,7 +125,7 @@ def generate(
                 sys.stdout.write("\n")
             if full:
                 raise full
-            notice.after()
+            say(notice.after())
             say(end_note(writer, generation, "answer", is_empty=not text.strip()))
             if run.verbose:
                 say(answer.summary(writer, state))

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool import policies
-from kvtool.config.run import RunOptions
+from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.errors import UsageError
 from kvtool.models.layers import PAD, Layers
 from kvtool.units import format_bytes, parse_count
@@ -186,8 +186,10 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     is_whole = budget.in_bytes and n >= budget.n_ctx_train
     if budget.in_bytes and not run.scores:
         n -= max(n_batch - spec.slack(n), 0)
+    # the model is not loaded yet, so the number of tokens that a chat template needs is unknown
+    more = ", and a few more in a chat" if isinstance(run, ChatOptions) else ""
     try:
-        policy = spec.fit(n, lambda policy: policy.for_model(layers.n_group, layers.has_values))
+        policy = spec.fit(n, lambda policy: policy.for_model(layers.n_group, layers.has_values), more=more)
     except UsageError as error:
         if run.budget is None and n == run.n_ctx:
             raise UsageError(f"--ctx-size {n} limits the budget: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtool import policies
@@ -80,6 +81,7 @@ def open_run(
 
     # imported here, so that wrong options are reported before llama.cpp is loaded
     from kvtool.engine import residents
+    from kvtool.engine.checks import for_model
     from kvtool.engine.loop import Engine
 
     patch = patch_note({spec.name: spec.kind})
@@ -100,6 +102,9 @@ def open_run(
         n_draft = max_draft_tokens(own, model.layers, own_spec.kind, n_batch)
         settings = settings_of(own, n_ctx, n_batch, n_batch if own.scores else n_output, n_draft)
         engine = Engine(model, policy, settings)
+        engine.cache.smallest_budget = lambda n_pinned, n_held: own_spec.smallest_budget(
+            n_held, partial(for_model, model=model), n_pinned=n_pinned
+        )
         return engine, own, [replaced_note, own_fitted.note, resident_note(engine)]
 
     with opened_on_model(

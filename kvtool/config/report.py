@@ -73,20 +73,18 @@ def archive_line(record: Mapping[str, Any]) -> str:
     return line
 
 
-def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:
+def archive_limit(engine: Engine, n_slot: int = 1) -> str | None:
     """Return a line that says where older text is archived, and how large the archive may become.
 
-    None if there is no archive. n_slot: number of caches, each of which has an archive. brief: True to leave
-    out the number of tokens.
+    None if there is no archive. n_slot: number of caches, each of which has an archive.
     """
     archive = engine.context.archive
     if not archive:
         return None
-    place = f"on disk ({archive.file}) and, for clusters, in" if archive.file else "in"
-    tokens = "" if brief else f" ({format_tokens(archive.n_max)})"
+    place = f"{_on_disk(archive.file)}," if archive.file else "in host memory"
     slots = f" for each of {n_slot} parallel requests" if n_slot > 1 else ""
-    most = f"{format_bytes(archive.max_bytes)}{tokens}{slots}"
-    line = f"text that leaves the cache is kept {place} host memory and still used: up to {most}"
+    most = f"{format_bytes(archive.max_bytes)} ({format_tokens(archive.n_max)}){slots}"
+    line = f"text that leaves the cache is kept {place} and still used: up to {most}"
     if resident := resident_cells(engine):
         line += f"; {resident}"
     return line
@@ -105,4 +103,8 @@ def resident_cells(engine: Engine) -> str | None:
 
 
 def _where(file: str | None) -> str:
-    return "of host memory" if file is None else f"on disk ({file}) and, for clusters, in host memory"
+    return "of host memory" if file is None else _on_disk(file)
+
+
+def _on_disk(file: str) -> str:
+    return f"on disk ({file}), with an index in host memory"

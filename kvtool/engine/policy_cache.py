@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -49,6 +50,9 @@ class PolicyCache:
         Seconds spent on plans, including the time to read signals.
     edit_s
         Seconds spent on edits of the cache.
+    smallest_budget
+        Function that returns the smallest budget with room for n pinned and n held tokens. Errors name this
+        budget. None if it is unknown.
     """
 
     state: State
@@ -70,6 +74,7 @@ class PolicyCache:
         self.layer_cells = context.layer_cells
         self._reads = policy.reads
         self._name = type(policy).__name__
+        self.smallest_budget: Callable[[int, int], int] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -164,58 +169,44 @@ class PolicyCache:
         """Call a method of the policy. Any error but KvtoolError becomes a PlanError."""
         return ask(self.policy, method, *args)
 
-    def pinnable(self, n: int) -> int:
-        """Return how many of the first n tokens `pin` pins.
-
-        Without an archive, it pins all of them. With an archive, it pins at most half of the policy's
-        `n_keep`, because the model attends to the rest in the archive.
-        """
-        return min(n, self.policy.n_keep // 2) if self.policy.recall else n
-
     def check_pin(self, n: int) -> None:
         """Raise UsageError if n tokens are too many to be pinned."""
         room = self.policy.n_keep - 1
-        if self.pinnable(n) > room:
+        if self.policy.pinnable(n) > room:
             raise UsageError(
-                f"the pinned text takes {n} cells, and a budget of {self.policy.n_asked} has {room} for it; "
-                f"{self._more_room(n)}, or a shorter text"
+                f"the pinned text has {n} tokens, and a budget of {self.policy.n_asked} has room for {room}; "
+                f"{self._more_room(n + self.policy.slack + 64)}, or a shorter text"
             )
 
     def pin(self, n: int) -> None:
-        """Never evict the first `pinnable(n)` tokens of the stream.
+        """Never evict the first `Policy.pinnable(n)` tokens of the stream.
 
         Raises UsageError for too many tokens. Also raises UsageError if the number of pinned tokens would
         change after tokens were archived: the archive would get a gap.
         """
         self.check_pin(n)
-        n = self.pinnable(n)
+        n = self.policy.pinnable(n)
         if n != self.n_pinned and self.context.archive and self.context.archive.n:
             raise UsageError("tokens are archived already; pin before the first eviction")
         self.n_pinned = n
 
-    def _more_room(self, n: int) -> str:
-        """Return the advice of an error: how to get room for n pinned and held tokens."""
+    def _more_room(self, budget: int | None) -> str:
+        """Return the advice of an error. budget: a budget that is enough, or None if it is unknown."""
         if not self.policy.evicts:
             # the budget is the context, which may already be as long as the model was trained for
             return "choose another policy, such as --policy recall"
-        return f"choose a larger budget ({self._budget_for(n)} is enough)"
-
-    def _budget_for(self, n: int) -> int:
-        """Return a budget with room for n pinned and held tokens, and for some more."""
-        policy = self.policy
-        if policy.recall:
-            # multiply by budget / n_keep, because recalled tokens and slack also take cells of the budget
-            return (n + 64) * policy.budget // policy.n_keep
-        return n + policy.slack + 64
+        return f"choose a larger budget ({budget} is enough)" if budget else "choose a larger budget"
 
     def hold(self, n: int) -> None:
         """Keep the newest n tokens at every eviction. Raises UsageError if n is too large."""
-        sinks, n_pinned = self.policy.exempt[0], self.n_pinned
-        if n > self.policy.n_keep - max(n_pinned + 1, sinks):
-            first = f"{sinks} are sinks" if sinks > n_pinned else f"{n_pinned} are pinned"
+        policy, sinks, n_pinned = self.policy, self.policy.exempt[0], self.n_pinned
+        if n > policy.n_keep - max(n_pinned + 1, sinks):
+            # if this budget allows no more pinned tokens, a larger budget may pin more of the same text
+            n_text = sys.maxsize if n_pinned == policy.pinnable(n_pinned + 1) else n_pinned
             raise UsageError(
-                f"the chat template's reply header takes {n} cells, and {first}; "
-                f"{self._more_room(max(n_pinned, sinks) + n)}"
+                f"a budget of {policy.n_asked} is too small: the first {max(n_pinned, sinks)} tokens and "
+                f"the {n} tokens of the chat template before a reply must stay in the cache; "
+                f"{self._more_room(self.smallest_budget and self.smallest_budget(n_text, n))}"
             )
         self.n_held = n
 

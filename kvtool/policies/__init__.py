@@ -192,10 +192,11 @@ class PolicySpec(NamedTuple):
         """Return the number of tokens between two evictions: by default 16, or fewer in a small budget."""
         return self.evict_every or max(1, min(16, budget // 8))
 
-    def fit(self, budget: int, adapt: Adapt = lambda policy: policy) -> Policy:
+    def fit(self, budget: int, adapt: Adapt = lambda policy: policy, *, more: str = "") -> Policy:
         """Return the policy for a budget in cells. Raises UsageError, with the smallest budget that works.
 
         adapt: adapts the policy to a model. It raises ValueError if the budget is too small for the model.
+        more: follows the smallest budget in the error.
         """
         if self.evict_every and 1 < budget <= self.evict_every:
             raise UsageError(f"--evict-every must be less than the budget ({budget}), got {self.evict_every}")
@@ -215,17 +216,20 @@ class PolicySpec(NamedTuple):
                 # leave out the error, which would name parameters that the user did not set
                 often = f" with --evict-every {self.evict_every}" if self.evict_every else ""
                 message = f"a budget of {budget} is too small for {self.name}{often}; use at least {smallest}"
-            raise UsageError(message) from None
+            raise UsageError(message + more) from None
         except Exception as error:
             raise UsageError(f"{self.name}: {where(error)}") from error
 
-    def smallest_budget(self, n_held: int = 0, adapt: Adapt = lambda policy: policy) -> int:
+    def smallest_budget(
+        self, n_held: int = 0, adapt: Adapt = lambda policy: policy, *, n_pinned: int = 0
+    ) -> int:
         """Return the smallest budget, in cells, that works if n_held tokens are never evicted.
 
-        adapt: adapts the policy to a model. Raises UsageError if no budget works.
+        adapt: adapts the policy to a model. n_pinned: number of first tokens that are to be pinned. Raises
+        UsageError if no budget works.
         """
         # if no budget works, `fit` raises an error that gives the reason
-        return self._smallest_budget(0, n_held, adapt) or self.fit(1).budget
+        return self._smallest_budget(0, n_held, adapt, n_pinned) or self.fit(1).budget
 
     def _fitted(self, budget: int) -> Policy:
         fitted = self.kind.fit(budget, self.slack(budget), **self.params)
@@ -235,12 +239,12 @@ class PolicySpec(NamedTuple):
         return fitted
 
     def _smallest_budget(
-        self, above: int, n_held: int = 0, adapt: Adapt = lambda policy: policy
+        self, above: int, n_held: int = 0, adapt: Adapt = lambda policy: policy, n_pinned: int = 0
     ) -> int | None:
         def works(budget: int) -> bool:
             try:
                 policy = adapt(self._fitted(budget))
-                return policy.n_keep - max(policy.exempt[0], 1) >= n_held
+                return policy.n_keep - max(policy.exempt[0], policy.pinnable(n_pinned) + 1) >= n_held
             except Exception:  # noqa: BLE001  (a user's policy may raise anything; `fit` reports it)
                 return False
 

@@ -181,6 +181,14 @@ class Policy:
         """Maximum number of live cells of a row: the budget minus the cells for recalled tokens."""
         return self.budget - (self.recall.n_cell if self.recall else 0)
 
+    def pinnable(self, n: int) -> int:
+        """Return how many of a stream's first n tokens `Engine.pin` pins.
+
+        Without an archive, it pins all of them. With an archive, it pins at most half of `n_keep`, because
+        the model attends to the rest in the archive.
+        """
+        return min(n, self.n_keep // 2) if self.recall else n
+
     @property
     def exempt(self) -> tuple[int, int]:
         """Number of sinks, which are never evicted, and of window tokens. Pinned tokens shrink the window."""

@@ -15,6 +15,9 @@ from typing import Any
 EXIT_CODE = 128 + 2
 """Exit code that a shell reports for a program that was killed by SIGINT."""
 
+before_end: list[Callable[[], None]] = []
+"""Functions that `end` calls first, for example to show typed characters again."""
+
 
 def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> None:
     """End the process immediately, with one line. This is a signal handler.
@@ -23,6 +26,8 @@ def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> Non
     exception would not always end the process. If an exception is raised in a callback of ctypes, it is
     printed and then ignored. A bare except clause also ignores exceptions.
     """
+    for restore in before_end:
+        restore()
     _say(message)
     os._exit(exit_code)
 

@@ -1005,7 +1005,7 @@ def test_status_line_differs_if_rows_hold_different_tokens():
     assert whereabouts(400, 100, 300, 0) == "400 tokens: 25.0 % in the cache, 75.0 % archived, 0 % forgotten"
     assert whereabouts(400, 100, 0, 300) == "400 tokens: 25.0 % in the cache, 75.0 % forgotten"
     # if rows hold different tokens, the shares do not add up to 100 %
-    assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, no head kept 5.0 %"
+    assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, 5.0 % is forgotten"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
 
 

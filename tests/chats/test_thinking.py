@@ -302,7 +302,7 @@ def test_effort_in_the_prompt_rereads_the_chat_and_can_be_undone(talk, policy):
 def test_unsupported_effort_is_refused_and_changes_nothing(talk):
     ours = talk(OPENED)
     ours.set_effort("off")
-    with pytest.raises(UsageError, match="--think low: the model's chat template takes off and on"):
+    with pytest.raises(UsageError, match="think low: the model's chat template takes off and on"):
         ours.set_effort("low")
     with pytest.raises(UsageError, match="has no thinking to switch on"):
         talk(DROPS.replace("</think>", "</x>").replace("%OPEN%", "")).set_effort("high")

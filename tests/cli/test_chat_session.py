@@ -275,8 +275,10 @@ def test_reread_takes_an_exported_chat(chat_model, tmp_path):
     ):
         path.write_text(wrong)
         one_line(called(*words), 9, refused)
-    path.write_text('{"messages": []}')
-    one_line(called(*words), 9, f"{path} is not a kvtool session, or it is damaged")
+    exported_as = "the output of `kvtool session export --json`; name such a file\n"
+    for wrong in ('{"messages": []}', "user: One?\n", ""):
+        path.write_text(wrong)
+        one_line(called(*words), 9, f"{path} is neither a session nor {exported_as}")
     path.write_text(json.dumps([*chat, chat[1], {**chat[2], "tool_calls": [call]}], indent=1))
     assert called(*words).returncode == 0
     assert exported(new)[:4] == [*chat, chat[1]]

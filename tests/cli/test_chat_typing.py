@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -9,20 +10,23 @@ import resource
 import shutil
 import signal
 import termios
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 from prompt_toolkit.application import Application, create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from kvtool.chats import session
 from kvtool.cli.chat import screen
 from kvtool.cli.chat import terminal as loop
-from kvtool.cli.chat.input import Prompt, goes_on, meant, typed_as, with_files
+from kvtool.cli.chat.input import Prompt, _Completer, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.cli.called import called
-from tests.cli.terminal import terminals, user_messages
+from tests.cli.terminal import Terminal, terminals, user_messages
 from tests.held import PATIENCE_S, Held, until
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
@@ -156,10 +160,10 @@ def typed_at(monkeypatch, tmp_path):
     """typed_at(keys, default): type these keys at a prompt that offers `default`. Return its text."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    def typed(keys, default="", selected=False):
+    def typed(keys, default=""):
         with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
             keyboard.send_text(keys)
-            return Prompt({}).ask(default, selected=selected)
+            return Prompt({}).ask(default)
 
     return typed
 
@@ -167,16 +171,57 @@ def typed_at(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ("/undo\r", "/undo"),
         ("\r", "/foo bar"),
-        # the next three cases begin with the right arrow, a backspace and a paste
-        ("\x1b[C x\r", "/foo bar x"),
-        ("\x7fy\r", "y"),
-        (f"{PASTE}one\r\ntwo{PASTED}\r", "one\ntwo"),
+        (" x\r", "/foo bar x"),
+        # the next two cases begin with a backspace and Shift-Home
+        ("\x7fy\r", "/foo bay"),
+        ("\x1b[1;2Hnew\r", "new"),
     ],
 )
-def test_typing_replaces_a_selected_line_and_an_arrow_key_keeps_it(typed_at, keys, line):
-    assert typed_at(keys, "/foo bar", selected=True) == line
+def test_offered_line_is_edited_at_its_end(typed_at, keys, line):
+    assert typed_at(keys, "/foo bar") == line
+
+
+def test_ctrl_c_swallows_no_key_while_text_is_selected():
+    with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+        # Shift-Home selects the line
+        keyboard.send_text("one\x1b[1;2H\x03two\r")
+        prompt = Prompt({})
+        with pytest.raises(KeyboardInterrupt):
+            prompt.ask()
+        assert prompt.ask() == "two"
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("look @my", {'@"my dir/', '@"my file.txt"'}),
+        ('look @"my d', {'@"my dir/'}),
+        ('look (@"my dir/', {'@"my dir/a.txt"'}),
+        ("look @fold", {"@folder/"}),
+        ("look @folder/x", {"@folder/x.txt"}),
+        ('@"folder/x', {'@"folder/x.txt"'}),
+        ('@"my dir"/', set()),
+        ("a@my", set()),
+        # a session is no text; neither is its archive, nor an empty file such as its lock
+        ("@talk", {"@talk.txt"}),
+        ("/load talk", {"talk.kv"}),
+        ("/load my", {"my dir/"}),
+        ("/load my dir/", {"my dir/other.kv"}),
+    ],
+)
+def test_tab_completes_names_with_blanks_folders_and_sessions(tmp_path, monkeypatch, typed, shown):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my dir", "folder"):
+        (tmp_path / folder).mkdir()
+    for name in ("my file.txt", "my dir/a.txt", "folder/x.txt", "talk.txt", "talk.kv.archive"):
+        (tmp_path / name).write_text("text")
+    for name in ("talk.kv", "my dir/other.kv"):
+        (tmp_path / name).write_bytes(b"kvtool session 1")
+    (tmp_path / "talk.kv.lock").touch()
+    (tmp_path / "my link").symlink_to("nothing")
+    completions = _Completer({"/load": None}).get_completions(Document(typed), CompleteEvent())
+    assert {completion.text for completion in completions} == shown
 
 
 @pytest.mark.parametrize(
@@ -205,10 +250,6 @@ def test_pasted_lines_are_sent_unchanged(typed_at, keys, sent):
 def test_lines_pasted_after_a_command_belong_to_it(typed_at):
     assert meant(typed_at(f"/system {PASTE}one\rtwo{PASTED}\r")) == ("/system one\ntwo", True)
     assert meant(typed_at(f"{PASTE}/help\r{PASTED}\r")) == ("/help", True)
-
-
-def test_an_offered_line_is_not_selected(typed_at):
-    assert typed_at(" more\r", "one") == "one more"
 
 
 def test_ctrl_z_suspends_and_adds_no_text(typed_at, monkeypatch):
@@ -246,8 +287,8 @@ def test_pasted_or_quoted_lines_are_sent_as_one_turn(terminal, tmp_path):
     chat.type(f"@{path}\r")
     chat.until("chat.kv is not a text in UTF-8 (byte")
     chat.until(f"nothing was sent\n\n> @{path}")
-    chat.type("\x15")
-    chat.type("/bye\r")
+    # after Ctrl-C, the next text can be typed at once
+    chat.type("\x03/bye\r")
     assert chat.process.wait(PATIENCE_S) == 0
     assert user_messages(path) == [
         *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "/help is text here\nreally"),
@@ -350,7 +391,9 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
     stats = " ".join(chat.say("/stats").split())
     assert "copies for /undo" not in stats
     assert ("checkpoints 2, " in stats) == ("checkpoints" in stats) == ("h2o" in policy)
-    assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
+    assert 'took back 2 changes, the oldest of them the turn "two"; the chat has 1 turn' in chat.say(
+        "/undo 2"
+    )
     assert user_messages(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
     # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.
@@ -449,7 +492,8 @@ def test_unknown_slash_line_is_sent_only_after_confirmation(terminal, tmp_path):
             chat.until(f"There is no command {line}. Send the line to the model? [y/N] ")
             chat.type("n\r")
         chat.until(f"[y/N] n\n\n> {line}", f"there is no command '{line}'; /help lists them\n\n> {line}")
-        # the prompt offers the refused line again; the next input replaces it
+        # the prompt offers the refused line again
+        chat.type("\x15")
         assert "2 turns" not in chat.say("/undo 0")
     assert user_messages(path) == ["one"]
     chat.type("/no/pe is a path\r")
@@ -497,6 +541,31 @@ def test_terminal_mode_is_set_again_after_sigcont(monkeypatch):
     os.close(theirs)
 
 
+@pytest.mark.parametrize("ending", ["", "\x03"], ids=["started", "stopped"])
+def test_characters_typed_while_a_chat_starts_appear_only_at_the_prompt(talker, tmp_path, ending):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def echoes():
+        return bool(termios.tcgetattr(chat.master)[3] & termios.ECHO)
+
+    with closing(Terminal(talker, *SMALL, "--reread", fifo, env={"XDG_STATE_HOME": str(tmp_path)})) as chat:
+        # the chat waits until the test has written the messages
+        with fifo.open("w") as file:
+            assert not echoes()
+            chat.type(f"typed early{ending}")
+            if ending:
+                assert chat.process.wait(PATIENCE_S) == 130
+                assert echoes()
+                return
+            file.write(json.dumps([{"role": "system", "content": "Be brief."}]))
+        chat.until("\n> typed early")
+        assert chat.text.count("typed early") == 1
+        chat.type("\x15")
+        chat.leave()
+        assert echoes()
+
+
 def test_ctrl_c_interrupts_only_the_question_of_a_command(monkeypatch):
     handlers = []
     monkeypatch.setattr(
@@ -522,25 +591,35 @@ def test_ctrl_c_while_a_file_is_inserted_takes_the_turn_back(monkeypatch, tmp_pa
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().out == "cancelled; the chat is as it was before\n"
-    assert (terminal.typed, terminal.selects, terminal.edits) == (f"@{tmp_path}/a.txt", True, False)
+    assert (terminal.typed, terminal.edits) == (f"@{tmp_path}/a.txt", False)
 
 
 def test_more_ctrl_c_between_two_prompts_do_not_end_the_chat():
     asked = []
 
-    def ask(default, selected):
+    def ask(default):
         asked.append(signal.getsignal(signal.SIGINT))
         if len(asked) == 1:
             raise KeyboardInterrupt
         return "words"
 
     noted = lambda text: signal.raise_signal(signal.SIGINT)  # noqa: E731
-    terminal = SimpleNamespace(typed="", selects=False, edits=False, note=noted)
+    terminal = SimpleNamespace(typed="", edits=False, note=noted)
     before = signal.getsignal(signal.SIGINT)
     try:
         assert loop._ask(terminal, SimpleNamespace(ask=ask)) == "words"
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_blank_line_separates_a_reply_from_the_lines_before_it(terminal):
+    chat = terminal()
+    assert chat.say("hello").split("\n")[0] != ""
+    assert "\n> hello\n\n" in chat.text
+    announced, blank, reply, *_ = chat.say("word " * 200).split("\n")
+    assert announced.startswith("the turn has ")
+    assert not blank
+    assert reply
 
 
 def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_path):
@@ -596,9 +675,8 @@ def test_plain_has_no_colours(terminal):
     chat.type("\x15")
     chat.say("/stats")
     chat.say("/cells")
-    # 7 is reverse video: the prompt shows a refused line as selected
     styles = set(re.findall(rb"\x1b\[([0-9;]*)m", chat.raw))
-    assert styles <= {b"", b"0", b"7", b"0;7"}
+    assert styles <= {b"", b"0"}
 
 
 def test_verbose_shows_statistics_when_the_chat_ends(terminal):
@@ -716,8 +794,11 @@ def test_continued_chat_shows_its_last_turn(terminal, tmp_path):
     chat.leave()
     reply = session.read(path)[0]["messages"][-1]["content"]
     again = terminal("--session", path)
-    assert f"> what was said\n\n{reply.rstrip()}" in again.text
+    last = f"> what was said\n\n{reply.rstrip()}"
+    assert last in again.text
+    copy = shutil.copy(path, tmp_path / "copy.kv")
     assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
+    assert again.say(f"/load {copy}").endswith(last)
 
 
 def test_chat_warns_at_its_start_about_a_base_model(terminal, talker, tmp_path):

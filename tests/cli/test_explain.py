@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kvtool import policies
@@ -215,6 +217,21 @@ def test_commands_report_once_per_text_how_much_is_kept(smol, tmp_path, command)
     assert done.stderr.count("each KV head keeps at most 32 of them") == n_text
     what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]
     assert f"the {what} has " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "turns", "noun"),
+    [
+        ("word " * 60, ["one", "two"], "system prompt with the first turn"),
+        ("Be brief.", ["one", "word " * 60], "turn"),
+        (None, ["word " * 60], "turn"),
+    ],
+)
+def test_chat_says_if_the_tokens_of_a_turn_include_the_system_prompt(talker, system, turns, noun):
+    options = ("-m", talker, "-n", 1, "-t", 1, "--budget", 64, *(("--system", system) if system else ()))
+    done = kvtool("chat", *options, stdin="".join(f"{turn}\n" for turn in turns))
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^the (.*) has \d+ tokens: 64 of them", done.stderr, re.M) == [noun]
 
 
 def test_explain_shows_recalls_budget_parameters_and_batches(tiny_model):

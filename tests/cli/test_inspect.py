@@ -118,11 +118,21 @@ def test_terminals_without_256_colours_show_marks(console):
     assert "\x1b" not in out
 
 
+def test_lines_about_tokens_are_wrapped_between_words_in_a_terminal():
+    arguments = ["One", " two"] * 20, [1, 0.5] * 20, 30, [3]
+    lines = shown(*arguments, width=40, force_terminal=True, color_system=None).split("\n")
+    assert max(map(len, lines)) <= 40
+    words = re.findall(r"[a-z]+", " ".join(lines))
+    assert sorted(words) == sorted(re.findall(r"[a-z]+", shown(*arguments, width=400)))
+    # lines are never wrapped in a pipe
+    assert any(len(line) > 40 for line in shown(*arguments, width=40).split("\n"))
+
+
 @pytest.mark.parametrize("shaded", [False, True])
 def test_archived_tokens_are_not_counted_as_forgotten(shaded):
     colours = {"width": 60, "force_terminal": True, "color_system": "256"} if shaded else {"width": 120}
     out = shown(["One", " two", " three", " four"], [1, 0, 0, 0], archived=[1, 2], **colours)
-    assert "4 tokens: 1 held by every row, 0 by some, 2 archived, 1 forgotten" in out
+    assert "4 tokens: 1 held by every row, 0 by some, 2 archived, 1 forgotten" in " ".join(out.split())
     if shaded:
         assert "\x1b[38;5;231;48;5;53m two\x1b[0m" in out
         assert "\x1b[38;5;244m four\x1b[0m" in out

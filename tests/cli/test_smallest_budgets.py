@@ -64,15 +64,33 @@ def test_every_command_names_the_smallest_budget_that_works(tiny_model, command,
     check(lambda budget: called(command, *more, *options, "--budget", budget, stdin=TEXT))
 
 
-@pytest.mark.parametrize("name", EVICTING)
+# with recall, `pin` does not fail, but pins only a part of the text
+@pytest.mark.parametrize("name", [name for name in EVICTING if not policies.load(name).has_recall()])
 def test_budget_named_for_a_pinned_text_works(tiny_model, name):
     path = tiny_model(n_head_kv=1, n_ctx_train=1024)
     with (
         open_engine(path, policies.fit(name, 40)) as engine,
         pytest.raises(UsageError, match="choose a larger budget") as refused,
     ):
-        # With recall, `pin` would not fail, but pin only a part of the text. Therefore the test calls `hold`.
-        engine.hold(100)
+        engine.pin(100)
     n = int(re.search(r"choose a larger budget \((\d+) is enough", str(refused.value))[1])
     with open_engine(path, policies.fit(name, n)) as engine:
-        engine.hold(100)
+        engine.pin(100)
+
+
+@pytest.mark.parametrize("policy", ["recall", "streamingllm", "h2o"])
+@pytest.mark.parametrize("system", [None, "word " * 9])
+def test_budget_named_for_a_chat_is_the_smallest_that_works(talker, policy, system):
+    def chat(budget):
+        options = ("-m", talker, "-n", 1, "-t", 1, "--policy", policy, "--budget", budget)
+        return called("chat", *options, *(("--system", system) if system else ()), stdin="one\n")
+
+    n = int(re.search(r"use at least (\d+), and a few more in a chat\n", chat(1).stderr)[1])
+    # the budget that is named next may have room for the system prompt only
+    while (done := chat(n)).returncode:
+        assert done.returncode == 2
+        n, before = int(re.search(r"choose a larger budget \((\d+) is enough\)", done.stderr)[1]), n
+        assert n > before
+        if "chat template" in done.stderr:
+            # the advice does not depend on the budget that was too small
+            assert f"({n} is enough)" in chat(n - 1).stderr

@@ -60,9 +60,9 @@ def test_an_effort_reaches_the_prompt_of_generate(models):
 def test_unsupported_effort_is_refused_if_typed_and_reported_if_set(models):
     done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "low", "-n", 1)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvtool: --think low: the model's chat template takes off and on\n"
+    assert done.stderr == "kvtool: think low: the model's chat template takes off and on\n"
     n, stderr = n_prompt(models(SWITCHED), env={"KVTOOL_THINK": "low"})
-    assert "--think low: the model's chat template takes off and on; it is left out\n" in stderr
+    assert "think low: the model's chat template takes off and on; it is left out\n" in stderr
     assert n == n_prompt(models(SWITCHED))[0]
     done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "deep")
     assert (done.returncode, "--think must be one of on, off," in done.stderr) == (2, True)
@@ -136,7 +136,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/think low") == f"think  low; {taken}"
         assert chat.say("/set think") == f"think  low; {taken}"
         assert chat.say("/think deep").startswith("/think must be one of on, off, ")
-        assert chat.say("/think off") == "--think off: the model's chat template cannot switch thinking off"
+        assert chat.say("/think off") == "think off: the model's chat template cannot switch thinking off"
         chat.say("Hello")
         again = "the next turn first reads the chat again, because its text has changed"
         assert chat.say("/set think HIGH") == f"{again}\nthink  high; {taken}"
@@ -165,10 +165,10 @@ def test_load_takes_effort_and_budget_of_the_session_and_says_so(models, tmp_pat
         chat.say("/set think_budget 5")
         chat.say("Hello")
         chat.say(f"/save {path}")
-        assert "think" not in chat.say(f"/load {path}")
+        assert "think_budget" not in chat.say(f"/load {path}")
         chat.say("/reset")
         chat.say("/set think_budget 7")
-        assert chat.say(f"/load {path}").endswith("\nthink_budget  5")
+        assert "\nthink_budget  5\n\n> Hello" in chat.say(f"/load {path}")
         assert chat.say("/set think_budget") == "think_budget  5"
         chat.say("/undo")
         assert chat.say("/set think_budget") == "think_budget  7"

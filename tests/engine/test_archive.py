@@ -232,7 +232,7 @@ def test_chat_prints_the_size_limit_of_its_archive_at_its_start(talk, tmp_path, 
     file = tmp_path / "file"
     stderr = talk(TURNS[:1], "--archive-file", file).stderr
     assert re.fullmatch(
-        KEEPS.replace("in host memory", rf"on disk \({file}\) and, for clusters, in host memory"), stderr
+        KEEPS.replace("in host memory", rf"on disk \({file}\), with an index in host memory,"), stderr
     )
     (tmp_path / "chat.kvs").unlink()
     # with --explain, the size of the archive is printed in another line
@@ -292,17 +292,32 @@ def test_chat_shows_archived_and_forgotten_tokens(chat_model):
         greeting = chat.text.removesuffix("\n> ")
         assert re.search(
             r"\nchat with policy recall, a cache of 96 tokens; trained for 512 tokens\n"
-            r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ KiB\n"
+            r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ KiB "
+            r"\(30 tokens\)\n"
             r"/help shows help, Ctrl-D leaves\n$",
             greeting,
         )
-        chat.say("word " * 60)
+        full = "the archive is full (30 tokens): from now on, the oldest tokens are forgotten; a larger"
+        said = [chat.say(f"{'word ' * 20}{i}") for i in range(10)]
+        # the line is shown once, after the first turn with which tokens are forgotten
+        first = next(i for i, text in enumerate(said) if " 0 % forgotten" not in text)
+        assert [full in text for text in said] == [i == first for i in range(10)]
         stats = chat.say("/stats")
+        assert re.search(
+            r"in the cache +\d+ tokens per row and \d+ places for archived text, at most 96", stats
+        )
         assert re.search(r"archived +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
-        (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
+        (forgotten,) = re.findall(r"forgotten +([0-9,]+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
         # a new system prompt empties the archive, so it is accepted even if the archive is full
         assert "started over under the new system prompt" in chat.say("/system Be brief.")
+        # the archive has room again, so the loss is reported again
+        assert full in chat.say("word " * 20)
+        assert full not in chat.say("word " * 20)
+    with terminals(chat_model, "-n", 4, "--policy", "h2o", "--budget", 96) as start:
+        assert "\ntext that leaves the cache is forgotten\n" in start().text
+    with terminals(chat_model, "-n", 4, "--policy", "full") as start:
+        assert "text that leaves the cache" not in start().text
 
 
 @pytest.mark.parametrize(
@@ -426,7 +441,7 @@ def test_commands_report_the_archive_file(chat_model, tmp_path):
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
     assert f"the others go to {path} and are still used" in stderr
     assert re.search(
-        rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\) and, for clusters, in",
+        rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\), with an index in",
         stderr,
     )
     for command in ("perplexity", "inspect"):

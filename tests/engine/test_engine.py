@@ -567,7 +567,7 @@ def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 64, 16)) as engine:
         engine.pin(47)
         with pytest.raises(
-            UsageError, match="takes 48 cells, and a budget of 64 has 47 for it; choose a larger budget"
+            UsageError, match="has 48 tokens, and a budget of 64 has room for 47; choose a larger budget"
         ):
             engine.pin(48)
         assert engine.n_pinned == 47

@@ -110,7 +110,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     # The pinned text does not fit. recall would archive it, but h2o must refuse it.
     long = kvtool("serve", *options, "--policy", "h2o", "--port", "0", "--system", "It is long. " * 30)
     assert (long.returncode, long.stderr.count("\n")) == (2, 1)
-    assert "the pinned text takes" in long.stderr
+    assert "the pinned text has" in long.stderr
 
 
 def test_missing_packages_are_named_with_the_install_command(tmp_path):

@@ -289,9 +289,10 @@ def test_server_applies_think_and_refuses_an_unsupported_typed_effort(tmp_path):
         messages = [answer["choices"][0]["message"] for answer in answers]
         assert ["reasoning_content" in message for message in messages] == [False, True]
     with serving(path, *options, env=os.environ | ONE_THREAD | {"KVTOOL_THINK": "low"}) as server:
-        line = "--think low: the model's chat template takes off and on; it is left out"
+        line = "think low: the model's chat template takes off and on; it is left out"
         assert line in "".join(server.lines)
-    refused = pytest.raises(AssertionError, match="--think low: the model's chat template takes off and on")
+    words = "think low: the model's chat template takes off and on"
+    refused = pytest.raises(AssertionError, match=words)
     with refused, serving(path, *options, "--think", "low"):
         pass
 

@@ -25,7 +25,7 @@ from playwright.sync_api import Dialog, expect, sync_playwright
 from tests.serve.browsing import Visitor, answer, done, launched, piece, refuse, send, server, wait_asked
 
 BAD = "<img src=x onerror=\"document.title='broken'\">"
-WHERE = r"([\d.]+ % in the cache, [\d.]+ % forgotten|each KV head keeps [\d.]+ %, no head kept [\d.]+ %)"
+WHERE = r"([\d.]+ % in the cache, [\d.]+ % forgotten|each KV head keeps [\d.]+ %, [\d.]+ % is forgotten)"
 STATUS = re.compile(rf"[\d,]+ tokens: {WHERE} · cache [\d.]+ MiB · [\d.]+ tokens/s")
 
 

@@ -65,11 +65,11 @@ PLANTED = {
         ("cli/test_compare.py::test_json_is_a_flag_but_still_accepts_a_file",),
     ),
     "cli, chat": Fault(
-        "what is typed is added to a refused line",
+        "Ctrl-C swallows the next key while text is selected",
         "kvtool/cli/chat/input.py",
-        "buffer.selection_state.enter_shift_mode()",
-        "pass",
-        ("cli/test_chat_typing.py::test_typing_replaces_a_selected_line_and_an_arrow_key_keeps_it",),
+        "filter=~is_searching, eager=True",
+        "filter=~is_searching",
+        ("cli/test_chat_typing.py::test_ctrl_c_swallows_no_key_while_text_is_selected",),
     ),
     "policies, budgets": Fault(
         "the budget that an error names is too small for the model",

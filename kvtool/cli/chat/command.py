@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from kvtool.cli.chat.keys import Keys
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
@@ -68,7 +69,12 @@ def chat(
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(typed_run, model_name), system.text()
     check_apart(*_written(args), ("--reread", args.reread))
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with ExitStack() as stack:
+        starting = stack.enter_context(ExitStack())
+        if is_terminal:
+            # typed characters would disturb progress bars; the first prompt gets them
+            starting.enter_context(Keys().waiting())
         saved = earlier = None
         if args.session:
             from kvtool.chats import session as sessions
@@ -85,7 +91,6 @@ def chat(
 
             earlier, its_model = read_messages(args.reread)
             run = run.resumed({"model": its_model}) if its_model else run
-        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:
             # importing this module takes as long as loading a small model, so do both at the same time
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()
@@ -126,12 +131,19 @@ def chat(
             before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say(unpinned("the system prompt"))
-        writer.before_reading = notice = Notice(engine, "turn", opened.info)
+        notice = Notice(engine, "turn", opened.info)
+
+        def before_reading(n: int) -> None:
+            notice.noun = _read_next(conversation)
+            notice(n)
+
+        writer.before_reading = before_reading
         if is_terminal:
             from kvtool.cli.chat import terminal
             from kvtool.cli.chat.screen import Terminal
 
-            terminal.run(Terminal(conversation, files, run.policy, args.plain, args.hide_thinking))
+            starting.close()
+            terminal.run(Terminal(conversation, files, run.policy, notice, args.plain, args.hide_thinking))
         else:
             _pipe(conversation, files, stdin_lines(), notice)
         if run.verbose:
@@ -152,6 +164,15 @@ def _written(args: _ChatOptions) -> Iterator[tuple[str, Path | None]]:
         yield "the archive of --session", archive_path(real)
         yield "the lock of --session", lock_of(real)
     yield "--transcript", args.transcript
+
+
+def _read_next(conversation: Conversation) -> str:
+    """Return what a turn that has just begun reads: only the turn, or also the system prompt or the chat."""
+    if conversation.writer.engine.n_past:
+        return "turn"
+    if conversation.n_turn > 1:
+        return "chat"
+    return "system prompt with the first turn" if conversation.system else "turn"
 
 
 def _reread(conversation: Conversation, opened: Opened, messages: list[Message], system: str | None) -> None:
@@ -186,8 +207,7 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str], no
             sys.stdout.flush()
         if writer.stop:
             raise KeyboardInterrupt
-        notice.after()
-        say(end_note(writer, generation, "reply", is_empty=is_empty))
+        say(notice.after(), end_note(writer, generation, "reply", is_empty=is_empty))
         # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
 

@@ -22,6 +22,8 @@ from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 
+from kvtool.chats.archive_file import SUFFIX
+from kvtool.cli.completion import is_session, sessions
 from kvtool.errors import InputError
 from kvtool.system.texts import decoded, exists, with_lf
 
@@ -32,6 +34,9 @@ _OF_LINES = ("/system", "/edit")
 """Commands whose argument is a text, which may have several lines."""
 
 _INSERTED = re.compile(r"""(?<![^\s("'\[{<])@(?:"([^"\n]+)"|(\S+))""")
+
+_BEGUN = re.compile(r"""(?<![^\s("'\[{<])@(?:"([^"\n]*)|([^\s"]\S*)?)\Z""")
+"""The beginning of a mark of `_INSERTED`, at the end of a text."""
 
 _MARKS = ".,;:!?)\"']}>"
 """Characters that may follow the name of a file and do not belong to it."""
@@ -46,7 +51,7 @@ class Prompt:
     """Asks the user for a turn or a command.
 
     commands: maps each slash command to a function that returns the words that may follow the command, or to
-    None if a path follows it.
+    None if a session file follows it.
     """
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
@@ -64,25 +69,15 @@ class Prompt:
         )
         self._session.default_buffer.on_text_changed += self._changed
 
-    def ask(self, default: str = "", *, selected: bool = False) -> str:
+    def ask(self, default: str = "") -> str:
         """Return the typed text. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
         Pasted lines are returned in the form in which they could be typed: see `typed_as`.
 
-        default: text that is already at the prompt. selected: True to select this text. Typing then replaces
-        the text. An arrow key ends the selection and keeps the text.
+        default: text that is already at the prompt. The cursor is at its end.
         """
         self._is_pasted = False
-        return self._session.prompt("\n> ", default=default, pre_run=self._select if selected else None)
-
-    def _select(self) -> None:
-        buffer = self._session.default_buffer
-        buffer.cursor_position = 0
-        buffer.start_selection()
-        buffer.cursor_position = len(buffer.text)
-        if buffer.selection_state:
-            # in prompt_toolkit's shift mode, typed text replaces the selection
-            buffer.selection_state.enter_shift_mode()
+        return self._session.prompt("\n> ", default=default)
 
     def _changed(self, buffer: Buffer) -> None:
         self._is_pasted &= bool(buffer.text)
@@ -114,6 +109,11 @@ class Prompt:
             if "\n" in text.strip() and not buffer.text.lstrip().startswith((BLOCK, *_OF_LINES)):
                 self._is_pasted = True
             buffer.insert_text(text)
+
+        # while text is selected, prompt_toolkit would wait for a second key after Ctrl-C and swallow it
+        @keys.add("c-c", filter=~is_searching, eager=True)
+        def _(event: KeyPressEvent) -> None:
+            event.app.exit(exception=KeyboardInterrupt(), style="class:aborting")
 
         @keys.add("escape", "enter")
         def _(event: KeyPressEvent) -> None:
@@ -262,11 +262,11 @@ class _File(FileHistory):
 
 
 class _Completer(Completer):
-    """Completes commands, the words that may follow them, and paths."""
+    """Completes commands, the words and session files that may follow them, and paths after @."""
 
     def __init__(self, commands: Mapping[str, Words | None]) -> None:
         self._commands = commands
-        self._paths = PathCompleter(expanduser=True)
+        self._paths = PathCompleter(expanduser=True, file_filter=_may_be_text)
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         text = document.text_before_cursor
@@ -276,16 +276,24 @@ class _Completer(Completer):
                 yield from _starting(self._commands, text)
             elif name in self._commands:
                 words = self._commands[name]
-                if words is None:
-                    yield from self._paths.get_completions(Document(rest), event)
-                else:
-                    yield from _starting(words(), rest)
-        elif (word := document.get_word_before_cursor(WORD=True)).startswith("@"):
-            start = word[1:].removeprefix('"')
+                yield from _starting(sessions(rest) if words is None else words(), rest)
+        elif begun := _BEGUN.search(text):
+            start = begun[1] or begun[2] or ""
             for each in self._paths.get_completions(Document(start), event):
-                path = start[: len(start) + each.start_position] + each.text
-                quoted = f'@"{path}"' if " " in path else f"@{path}"
-                yield Completion(quoted, -len(word), display=each.display)
+                is_folder = each.display_text.endswith("/")
+                path = start + each.text + "/" * is_folder
+                if " " in path or begun[1] is not None:
+                    # the quotation marks of a folder stay open, so that Tab can complete its files
+                    path = f'"{path}' + '"' * (not is_folder)
+                yield Completion(f"@{path}", -len(begun[0]), display=each.display)
+
+
+def _may_be_text(path: str) -> bool:
+    """Return False for a session, its archive, and an empty file such as its lock."""
+    with suppress(OSError):
+        is_filled = os.path.isdir(path) or os.path.getsize(path) > 0
+        return is_filled and not is_session(Path(path.removesuffix(SUFFIX)))
+    return False
 
 
 def _starting(words: Iterable[str], start: str) -> Iterator[Completion]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import Splitter
 from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
+from kvtool.cli.chat.keys import Keys
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import end_note
 from kvtool.errors import InputError, ModelError, StreamEnd, UsageError
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvtool.chats.undo import LastTurn
+    from kvtool.cli.explain import Notice
     from kvtool.engine.loop import Engine
 
 _CANCELLED = "cancelled; the chat is as it was before"
@@ -42,6 +42,8 @@ class Terminal:
     ----------
     policy
         Name of the policy, as the user typed it.
+    notice
+        Reports that the archive is full. None to report nothing.
     plain
         True if replies are shown exactly as the model writes them.
     hide_thinking
@@ -52,8 +54,6 @@ class Terminal:
         Speed of the last reply; 0 if the reply has at most one token.
     typed
         Text to put at the next prompt.
-    selects
-        True if `typed` is selected at the next prompt: the first character that the user types replaces it.
     edits
         True if the next turn replaces the last turn.
     last_typed
@@ -66,16 +66,16 @@ class Terminal:
     conversation: Conversation
     files: ChatFiles
     policy: str
+    notice: Notice | None = None
     plain: bool = False
     hide_thinking: bool = False
     thought: str = ""
     typed: str = ""
-    selects: bool = False
     edits: bool = False
     tokens_per_s: float = 0.0
     last_typed: dict[str, str] = field(default_factory=dict)
     console: Console = field(default_factory=plain_console)
-    keys: Keys = field(default_factory=lambda: Keys())
+    keys: Keys = field(default_factory=Keys)
     # `version` of the chat when the user last wanted to leave it with unsaved turns, or None
     _left: int | None = None
 
@@ -200,6 +200,8 @@ class Terminal:
                 in_terminal=True,
             ):
                 self.note(why)
+            if self.notice and (full := self.notice.after()):
+                self.note(full)
             self.saved()
             self.note(self.status())
 
@@ -216,10 +218,11 @@ class Terminal:
         n_before = conversation.n_turn - again
         before = n_before, self.last_typed, self.thought
         self.last_typed, self.thought, self.tokens_per_s = {sent: text}, "", 0.0
-        self.console.print()
         try:
             is_read = self._read_turn(sent, replaced)
             if is_read:
+                # the blank line also separates the reply from lines about the reading
+                self.console.print()
                 self._answer(again)
             if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
                 self._restore(replaced, *before)
@@ -295,10 +298,10 @@ class Terminal:
 
         again: True if the turn was to replace the last turn. The user can then edit the refused turn, and the
         next turn still replaces the last turn. False for a new turn. It is put at the prompt only if it is a
-        single line, and the first character that the user types replaces it.
+        single line.
         """
         self.typed = typed_as(text) if again or "\n" not in text else ""
-        self.selects, self.edits = not again, again
+        self.edits = again
 
     def offer(self, turn: str) -> None:
         """Put a turn at the next prompt, as the user typed it."""
@@ -329,7 +332,7 @@ def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str
     """
     held, forgotten = share(n_held / max(n, 1)), share(n_forgotten / max(n, 1))
     if n_held + n_archived + n_forgotten != n:
-        return f"{n:,} tokens: each KV head keeps {held}, no head kept {forgotten}"
+        return f"{n:,} tokens: each KV head keeps {held}, {forgotten} is forgotten"
     archived = f"{share(n_archived / n)} archived, " if n_archived else ""
     return f"{n:,} tokens: {held} in the cache, {archived}{forgotten} forgotten"
 
@@ -338,59 +341,3 @@ def share(part: float) -> str:
     """Format a share in percent. The text is "100 %" only for 1, and "0 %" only for 0."""
     percent = 100 * part if part in (0, 1) else min(max(100 * part, 0.1), 99.9)
     return f"{percent:.0f} %" if part in (0, 1) else f"{percent:.1f} %"
-
-
-class Keys:
-    """Hides characters that the user types while the chat is busy. The next prompt gets them."""
-
-    _before: Any = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Do not show typed characters inside the block, because they would disturb the output."""
-        try:
-            import termios
-        except ImportError:
-            yield
-            return
-        self._before = termios.tcgetattr(sys.stdin)
-        waiting = termios.tcgetattr(sys.stdin)
-        waiting[3] &= ~termios.ECHO
-        # turn off the terminal's own handling of Ctrl-D, so that the next prompt gets this key
-        waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
-        try:
-            with _attributes(waiting):
-                yield
-        finally:
-            self._before = None
-
-    @contextmanager
-    def normal(self) -> Iterator[None]:
-        """Show typed characters inside the block, although `waiting` hides them. Used to ask questions."""
-        with _attributes(self._before) if self._before else nullcontext():
-            yield
-
-
-@contextmanager
-def _attributes(attributes: Any) -> Iterator[None]:
-    """Set the terminal's attributes inside the block.
-
-    If the user suspends the program with Ctrl-Z, the shell changes the attributes. The program sets them
-    again when it continues.
-    """
-    import termios
-
-    before = termios.tcgetattr(sys.stdin)
-
-    def set_to(values: Any) -> None:
-        # this fails if the terminal is closed
-        with suppress(termios.error):
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, values)
-
-    set_to(attributes)
-    handler = signal.signal(signal.SIGCONT, lambda *_: set_to(attributes))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCONT, handler)
-        set_to(before)

@@ -57,16 +57,16 @@ def stats(terminal: Terminal) -> None:
 
     engine, copies = terminal.engine, terminal.conversation.undo_stack
     n_made, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
-    held, most = f"{engine.mean_live:,.0f}", f"{engine.policy.budget:,}"
+    held, most = f"{engine.mean_live:,.0f} tokens per row", f"at most {engine.policy.budget:,}"
     is_full = engine.policy.budget == engine.n_ctx
     rows = {
         "model": engine.model.path.name,
         "policy": policy_line(engine, terminal.policy),
         "tokens so far": f"{engine.n_past:,}",
-        "in the cache": f"{held} tokens per row, at most {most} ({'--ctx-size' if is_full else '--budget'})",
+        "in the cache": f"{held}, {most} ({'--ctx-size' if is_full else '--budget'})",
     }
     if n_made:
-        rows["in the cache"] += f"; {n_made:.0f} of these places bring back archived text"
+        rows["in the cache"] = f"{held} and {n_made:.0f} places for archived text, {most} (--budget)"
     if engine.context.archive:
         rows["archived"] = f"{archive_line(report(engine, terminal.policy))} (--archive)"
     forgotten = "kept by no KV head, not archived" if engine.policy.recall else "kept by no KV head"

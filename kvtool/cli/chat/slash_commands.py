@@ -64,7 +64,7 @@ class Slash(NamedTuple):
         The argument may contain surrogates, because a terminal without UTF-8 may send invalid bytes. A path
         needs them; any other text has to go through `shown`.
     words
-        Function that returns the words that may follow the command. None if a path follows.
+        Function that returns the words that may follow the command. None if a session file follows.
     """
 
     usage: str
@@ -128,7 +128,7 @@ class Commands:
             meant = self._meant(name.lower())
             instead = f"did you mean '{meant}'?" if meant else "/help lists them"
             self.terminal.error(f"there is no command '{name}'; {instead}")
-        self.terminal.typed, self.terminal.selects = line, True
+        self.terminal.typed = line
 
     def _meant(self, name: str) -> str | None:
         """Return the command that the user may have meant by the unknown command `name`, or None.
@@ -173,7 +173,7 @@ class Commands:
         if len(changes) < n:
             more = "; /undo cannot go back further"
         undone = (
-            changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
+            changes[0] if len(changes) == 1 else f"{len(changes)} changes, the oldest of them {changes[-1]}"
         )
         self.files.keep_session(undone=True)
         has = f"the chat has {turns(self.conversation.n_turn)}"
@@ -322,6 +322,8 @@ class Commands:
         for setting in ("think", "think_budget"):
             if getattr(before, setting) != getattr(self.files.generation, setting):
                 self.terminal.note(f"{setting}  {show.setting(self.terminal, setting)}")
+        if self.conversation.n_turn:
+            self.terminal.show_last()
 
     def _remember(self, change: str) -> bool:
         """Copy the chat for /undo.

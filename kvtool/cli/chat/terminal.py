@@ -23,8 +23,8 @@ def run(terminal: Terminal) -> None:
     model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")
     rest = f", a cache of {engine.policy.budget:,} tokens; trained for {engine.model.n_ctx_train:,} tokens"
     terminal.console.print(Text.assemble(model, " with policy ", policy, rest))
-    if not terminal.files.run.explain and (limit := archive_limit(engine, brief=True)):
-        terminal.note(limit)
+    if not terminal.files.run.explain and engine.policy.evicts:
+        terminal.note(archive_limit(engine) or "text that leaves the cache is forgotten")
     if base := base_model(engine.model.path):
         terminal.note(base)
     terminal.note("/help shows help, Ctrl-D leaves")
@@ -60,17 +60,16 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     # the prompt handles Ctrl-C itself; while there is no prompt, another Ctrl-C must not end the chat
     interrupt.ignores()
     default, terminal.typed = terminal.typed, ""
-    selected, terminal.selects = terminal.selects, False
     # if the prompt appears with a default text, drop the characters that the user typed before: otherwise
     # they would be appended to the default text
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
     while True:
         try:
-            return prompt.ask(default, selected=selected)
+            return prompt.ask(default)
         except EOFError:
             return None
         except KeyboardInterrupt:
-            default, selected = "", False
+            default = ""
             terminal.note(_KEPT if terminal.edits else "Ctrl-D or /exit leaves")
             terminal.edits = False

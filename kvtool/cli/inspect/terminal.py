@@ -61,18 +61,18 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     draw: Callable[..., Sequence[str | Text]] = _shaded if shaded else _marked
     # leave the last column free, because some terminals begin a new line after it
     width = max(console.width - 1, 20)
-    _print(console, _legend(shaded, n_archived > 0))
-    _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
+    _print(console, _legend(shaded, n_archived > 0), wrap=True)
+    _print(console, f"\nthe whole stream of {n:,} tokens, left to right:", wrap=True)
     # print only the last line: without colours, `draw` returns two lines, and the first has only blanks
     _print(console, draw(_strip(share, archived, width))[-1])
     heading = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
-    _print(console, f"\n{heading}:\n")
+    _print(console, f"\n{heading}:\n", wrap=True)
     for line in lines(texts[-last:], levels[-last:], width):
         _print(console, *draw(line))
     n_all, n_none = int((share == 1).sum()), int((share == 0).sum())
     in_archive = f"{n_archived:,} archived, " if n_archived else ""
     held = f"{n_all:,} held by every row, {n - n_all - n_none:,} by some"
-    _print(console, f"\n{n:,} tokens: {held}, {in_archive}{n_none - n_archived:,} forgotten")
+    _print(console, f"\n{n:,} tokens: {held}, {in_archive}{n_none - n_archived:,} forgotten", wrap=True)
 
 
 def attended_record(held: Holdings) -> dict[str, Any] | None:
@@ -117,7 +117,8 @@ def show_attended(console: Console, held: Holdings, texts: Sequence[str]) -> Non
     # if the terminal is narrow, cut only the column with the text
     room = console.width - sum(max(map(len, cells)) + 2 for cells in zip(names, *rows, strict=True))
     columns.append(Column("token", no_wrap=True, overflow="ellipsis", max_width=max(room, 1)))
-    _print(console, f"\narchived tokens got at least {sum(shares):.0%} of all attention; these got most:\n")
+    heading = f"archived tokens got at least {sum(shares):.0%} of all attention; these got most"
+    _print(console, f"\n{heading}:\n", wrap=True)
     shown = [(*row, _with_context(texts, i)) for row, i in zip(rows, most, strict=True)]
     console.print(table(columns, shown))
 
@@ -228,6 +229,7 @@ def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
     return [(" ", level) for level in _levels(mean, is_archived > 0.5)]
 
 
-def _print(console: Console, *texts: str | Text) -> None:
+def _print(console: Console, *texts: str | Text, wrap: bool = False) -> None:
+    """Print lines. wrap: True to wrap long lines between words if the console is a terminal."""
     for text in texts:
-        console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+        console.print(text, markup=False, highlight=False, soft_wrap=not (wrap and console.is_terminal))

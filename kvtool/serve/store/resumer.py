@@ -257,7 +257,7 @@ class Resumer:
         most = len(tokens) - max(self.conversation.header.n_opening, 1)
         n = first + n_equal(stream[first:], tokens[:most])
         if n_pinned is not None:
-            n_pinned = self._engine.cache.pinnable(n_pinned)
+            n_pinned = self._engine.policy.pinnable(n_pinned)
         repins = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
         # `repins` is True if the pinned tokens must change, because the chat and the stream have different
         # system prompts. Give up after an eviction, because pins cannot change then. Also give up if the

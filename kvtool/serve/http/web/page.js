@@ -281,7 +281,7 @@ function statusOf({ tokens, held, archived, forgotten, cache_bytes, unsaved }, t
   const addUp = Math.abs(held + archived + forgotten - tokens) < 0.1;
   const shares = addUp
     ? [`${percent(held / n)} in the cache`, archived && `${percent(archived / n)} archived`, `${percent(forgotten / n)} forgotten`]
-    : [`each KV head keeps ${percent(held / n)}`, `no head kept ${percent(forgotten / n)}`];
+    : [`each KV head keeps ${percent(held / n)}`, `${percent(forgotten / n)} is forgotten`];
   return [`${number(tokens)} tokens: ${shares.filter(Boolean).join(", ")}`, `cache ${bytes(cache_bytes)}`, speed && `${speed.toFixed(1)} tokens/s`, unsaved].filter(Boolean).join(" \u00b7 ");
 }
 
