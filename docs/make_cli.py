@@ -114,8 +114,9 @@ VARIABLES = """\
 EXITS = {
     0: "Success.",
     interrupt.EXIT_CODE: "Stopped by Ctrl-C.",
-    129: "The terminal went away.",
+    129: "Stopped by SIGHUP: the terminal was closed.",
     141: "Whoever read stdout stopped reading (a closed pipe).",
+    143: "Stopped by SIGTERM.",
 }
 """Exit codes that do not come from a class of kvtool.errors."""
 

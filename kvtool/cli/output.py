@@ -24,6 +24,20 @@ class Stopped(KvtoolError):
     exit_code = interrupt.EXIT_CODE
 
 
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside the block, SIGHUP and SIGTERM do what Ctrl-C does, and the exit code tells which signal came."""
+    with interrupt.like_ctrl_c() as came:
+        try:
+            yield
+        except (KeyboardInterrupt, Stopped) as error:
+            if not came:
+                raise
+            stopped = Stopped(str(error) or "stopped")
+            stopped.exit_code = 128 + came[0]
+            raise stopped from None
+
+
 def check_writable(path: Path | None) -> None:
     """Raise UsageError if a file cannot be written. Call this before the work starts."""
     if path is None:

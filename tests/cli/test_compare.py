@@ -351,7 +351,8 @@ def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, environment, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, environment, tmp_path, number):
     held, out = Held(tmp_path), tmp_path / "out.jsonl"
     command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out), "--jobs", "2"]
     command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
@@ -366,9 +367,9 @@ def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, envi
         held.wait(2)
         running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         # a terminal sends Ctrl-C to the whole process group
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         lines = process.stderr.read().splitlines()
-        assert process.wait(PATIENCE_S) == 130
+        assert process.wait(PATIENCE_S) == 128 + number
     assert lines[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
     until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))

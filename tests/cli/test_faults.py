@@ -299,10 +299,15 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 
-def test_interrupted_json_reply_has_finish_reason_interrupted(model):
-    done = python(f"{PRESS}\n{STAGES['reply']}\n{RUN}", *WRITE, "-m", model, "--json")
-    assert done.returncode == 130
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_json_reply_has_finish_reason_interrupted(model, number):
+    press = PRESS.replace("signal.SIGINT", str(int(number)))
+    done = python(f"{press}\n{STAGES['reply']}\n{RUN}", *WRITE, "-m", model, "--json")
+    assert (done.returncode, done.stderr) == (128 + number, "kvtool: stopped\n")
     assert json.loads(done.stdout)["finish_reason"] == "interrupted"
+    # a second signal interrupts the step, and nothing is printed
+    done = python(f"{press}\n{STAGES['reply, twice']}\n{RUN}", *WRITE, "-m", model, "--json")
+    assert (done.returncode, done.stderr, done.stdout) == (128 + number, "kvtool: stopped\n", "")
 
 
 DOWNLOAD = """

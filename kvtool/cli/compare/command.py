@@ -171,7 +171,8 @@ def compare(
         if results.has_other_text():
             say(f"{path} also has results of another text that is called {name}; they are not used")
     say(why_not)
-    has_full = _run(results, tokens, not why_not, args.jobs, path)
+    with output.stopped_by_signals():
+        has_full = _run(results, tokens, not why_not, args.jobs, path)
     _finish(results, info, path, args.plot, as_json=as_json, has_full=has_full)
 
 
