@@ -231,6 +231,8 @@ def _exit_codes() -> str:
     lines = ["## Exit codes", "", "| code | when |", "| ---: | --- |"]
     codes = EXITS | {kind.exit_code: (kind.__doc__ or "").split("\n\n")[0] for kind in _errors()}
     codes[errors.KvtoolError.exit_code] = "Any other failure."
+    unused = "A variable `KVTOOL_...` that belongs to no option is only reported."
+    codes[errors.UsageError.exit_code] += f" {unused}"
     lines += [f"| {code} | {_cell(codes[code])} |" for code in sorted(codes)]
     return "\n".join(lines) + "\n"
 
