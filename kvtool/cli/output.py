@@ -167,7 +167,7 @@ def png(figure: Figure) -> bytes:
 def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
     """Write files, and then run the block, which prints the result.
 
-    An output is a path and a function that returns the bytes. If a file cannot be written, UsageError is
+    An output is a path and a function that returns the bytes. If a file cannot be written, KvtoolError is
     raised only after the block, so that the result is not lost.
     """
     failed = None
@@ -175,7 +175,7 @@ def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]
         try:
             if path:
                 write(path, data())
-        except UsageError as error:
+        except KvtoolError as error:
             failed = error
     yield
     if failed:
@@ -183,9 +183,9 @@ def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file and report it on stderr. Raises UsageError."""
+    """Write a file and report it on stderr. Raises KvtoolError."""
     try:
         files.write(path.expanduser(), data)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        raise KvtoolError(f"cannot write {path}: {error.strerror}") from None
     sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")
