@@ -286,6 +286,17 @@ def test_resume_runs_failed_runs_again(compare, folder):
     assert len(read(folder / "failed.jsonl")) == 2
 
 
+def test_announced_number_of_runs_includes_the_full_cache(compare):
+    # no other test has 101 tokens, so the reference does not exist yet
+    options = ("--policies", "local,h2o", "--budgets", "64", "--max-tokens", 101)
+    first, *runs = compare(*options).stderr.splitlines()
+    assert first.startswith("3 runs of 101 tokens each, one with the full cache; fewer --policies")
+    assert [re.search(r"\((\d/\d), ", line)[1] for line in runs] == ["1/3", "2/3", "3/3"]
+    first, *runs = compare(*options).stderr.splitlines()
+    assert first.startswith("2 runs of 101 tokens each; fewer --policies")
+    assert len(runs) == 2
+
+
 def test_corm_runs_with_empty_budgets(compare):
     done = compare("--policies", "corm:window=16:history=16", "--budgets", "", "--max-tokens", "64")
     assert "corm" in done.stdout

@@ -242,15 +242,17 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
     common = results.common
     if len(missing) < len(results.grid):
         say(f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already")
-    elif len(missing) > 1:
-        less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
-        say(f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}")
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
         # do the run of `full` first, because it writes the reference for all other runs. Do it even if its
         # result is already stored
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
+    is_extra = first is not None and first not in missing
+    n_run = len(missing) + is_extra
+    if len(missing) == len(results.grid) > 1:
+        less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
+        say(f"{n_run} runs of {common.n_tokens:,} tokens each{', one with the full cache' * is_extra}; {less}")
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
         """Show the events, and store the records of runs in `missing`. Return the last record."""
@@ -269,7 +271,6 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
             if first and reference and not can_write(reference.parent):
                 # the cache folder cannot be written: keep the file only until this command ends
                 reference = started.folder / reference.name
-            n_run = len(missing) + (first is not None and first not in missing)
             with runs_progress(n_run, common.n_tokens - 1) as show:
                 if first:
                     record = watched(started.run([first], against=reference, writes=True))
