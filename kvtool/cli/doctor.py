@@ -30,7 +30,8 @@ def doctor(
 ) -> None:
     """Check the installation: what is built and cached, what is wrong, and how to fix it.
 
-    It also checks the config file and the variables, as `kvtool config` does. The exit code is 1 if anything is wrong.
+    It also checks the config file and the variables, as `kvtool config` does. The exit code is 1 if anything
+    is wrong.
     """
     state = examine(remove=remove)
     typer.echo(dumps(state, indent=2) if json else _text(state))

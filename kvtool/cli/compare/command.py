@@ -251,8 +251,9 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
     is_extra = first is not None and first not in missing
     n_run = len(missing) + is_extra
     if len(missing) == len(results.grid) > 1:
+        extra = ", one with the full cache" if is_extra else ""
         less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
-        say(f"{n_run} runs of {common.n_tokens:,} tokens each{', one with the full cache' * is_extra}; {less}")
+        say(f"{n_run} runs of {common.n_tokens:,} tokens each{extra}; {less}")
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
         """Show the events, and store the records of runs in `missing`. Return the last record."""
