@@ -172,4 +172,4 @@ def _print(rows: list[Row]) -> None:
         value = row.get("default") or row["value"]
         values = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
         table.append([row["command"], row["option"], " ".join(map(str, values)), row["source"]])
-    print_table(["command", "option", "value", "set by"], table)
+    print_table(["command", "option", "value", "set by"], table, least=3)
