@@ -75,6 +75,9 @@ Environment variables set the same defaults: `KVTOOL_BUDGET=10%` for all command
 for one command. An empty variable has no effect. For options that can be repeated, such as `-o`, separate the
 values by spaces.
 
+A wrong value, and a key of the file that is not an option, end a command with exit code 2. A variable
+`KVTOOL_...` that belongs to no option is only reported, on stderr.
+
 An option on the command line overrides a variable, and a variable overrides the file. A variable for one
 command overrides a variable for all commands. In the file, the order from strongest to weakest is: a model in
 one command, a model, a command, the top level. A chat that continues a `--session` keeps the options with
@@ -231,8 +234,6 @@ def _exit_codes() -> str:
     lines = ["## Exit codes", "", "| code | when |", "| ---: | --- |"]
     codes = EXITS | {kind.exit_code: (kind.__doc__ or "").split("\n\n")[0] for kind in _errors()}
     codes[errors.KvtoolError.exit_code] = "Any other failure."
-    unused = "A variable `KVTOOL_...` that belongs to no option is only reported."
-    codes[errors.UsageError.exit_code] += f" {unused}"
     lines += [f"| {code} | {_cell(codes[code])} |" for code in sorted(codes)]
     return "\n".join(lines) + "\n"
 
