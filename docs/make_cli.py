@@ -75,6 +75,9 @@ Environment variables set the same defaults: `KVTOOL_BUDGET=10%` for all command
 for one command. An empty variable has no effect. For options that can be repeated, such as `-o`, separate the
 values by spaces.
 
+A wrong value, and a key of the file that is not an option, end a command with exit code 2. A variable
+`KVTOOL_...` that belongs to no option is only reported, on stderr.
+
 An option on the command line overrides a variable, and a variable overrides the file. A variable for one
 command overrides a variable for all commands. In the file, the order from strongest to weakest is: a model in
 one command, a model, a command, the top level. A chat that continues a `--session` keeps the options with
@@ -114,8 +117,9 @@ VARIABLES = """\
 EXITS = {
     0: "Success.",
     interrupt.EXIT_CODE: "Stopped by Ctrl-C.",
-    129: "The terminal went away.",
+    129: "Stopped by SIGHUP: the terminal was closed.",
     141: "Whoever read stdout stopped reading (a closed pipe).",
+    143: "Stopped by SIGTERM.",
 }
 """Exit codes that do not come from a class of kvtool.errors."""
 

@@ -7,6 +7,7 @@ other modules imported, so that Ctrl-C also works during the imports.
 import io
 import os
 import sys
+from contextlib import suppress
 
 from kvtool.system import interrupt
 
@@ -19,11 +20,24 @@ def main() -> None:
     run()
 
 
+class _Notes(io.TextIOWrapper):
+    """stderr. Text that cannot be written is dropped, so that a full disk does not cost the result."""
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
 def _open_streams() -> None:
-    """Replace closed streams (>&-), and make stdin and stdout accept all characters.
+    """Replace closed streams (>&-), make stdin and stdout accept all characters, and make stderr never fail.
 
     Without the replacement, the next file that is opened would get the descriptor of a closed stream. The new
-    stdin is empty. Writing to the new stdout or stderr is an error, as in other programs.
+    stdin is empty. Writing to the new stdout is an error, as in other programs.
 
     Characters that the encoding of stdout does not have are printed as "?". Bytes from stdin that are invalid
     in its encoding become surrogates, as in file names.
@@ -34,6 +48,9 @@ def _open_streams() -> None:
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+    if isinstance(err := sys.stderr, io.TextIOWrapper):
+        file = open(err.fileno(), "wb", closefd=False)  # noqa: SIM115
+        sys.stderr = _Notes(file, err.encoding, err.errors, line_buffering=True)
 
 
 if __name__ == "__main__":

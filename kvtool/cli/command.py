@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import cleandoc
 from typing import Any
 
@@ -113,7 +113,11 @@ class Command(_Shared, TyperCommand):
                 root = ctx.find_root().command
                 for line in settings.unknown_variables(self, words_of(ctx), root):
                     sys.stderr.write(f"kvtool: {line}\n")
-                ctx.obj = settings.of_command(self, words_of(ctx), typed, root)
+                try:
+                    ctx.obj = settings.of_command(self, words_of(ctx), typed, root)
+                except UsageError:
+                    if not _repairs_settings(words_of(ctx), typed):
+                        raise
                 ctx.default_map = {name: setting.value for name, setting in ctx.obj.items()}
             surplus = super().parse_args(ctx, args)
         except CLICK.UsageError as error:
@@ -258,6 +262,11 @@ def _origin_of_model(ctx: Any, message: str) -> str | None:
             if name and name in message:
                 return f"{flag(param)} is set by {ctx.obj[param.name].source}"
     return None
+
+
+def _repairs_settings(words: Sequence[str], typed: Mapping[str, Any]) -> bool:
+    """Return True if a command helps to repair wrong settings, so that it must also run with them."""
+    return words == ("doctor",) or (words == ("config",) and bool(typed.get("path")))
 
 
 def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:

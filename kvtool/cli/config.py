@@ -61,7 +61,7 @@ def config(
         raise UsageError("-m needs a command: kvtool config chat -m MODEL")
     file = settings.read()[1]
     root = context.find_root().command
-    rows = list(_of_command(tuple(words), model, root) if words else _all(root))
+    rows = list(_of_command(tuple(words), model, root) if words else all_rows(root))
     if as_json:
         typer.echo(json_text({"file": str(file), "exists": file.exists(), "settings": rows}, indent=2))
         return
@@ -87,7 +87,7 @@ def _of_command(words: Words, model: str | None, root: Any) -> Iterator[Row]:
             yield _row(words, param, param.default, "default") | {"default": default_of(param)}
 
 
-def _all(root: Any) -> Iterator[Row]:
+def all_rows(root: Any) -> Iterator[Row]:
     """Yield a row for each setting. Raises UsageError if a key or value is wrong."""
     known = dict(settings.all_commands(root))
     for table in settings.tables():
@@ -172,4 +172,4 @@ def _print(rows: list[Row]) -> None:
         value = row.get("default") or row["value"]
         values = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
         table.append([row["command"], row["option"], " ".join(map(str, values)), row["source"]])
-    print_table(["command", "option", "value", "set by"], table)
+    print_table(["command", "option", "value", "set by"], table, least=3)

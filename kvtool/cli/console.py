@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+_NARROW = 40
+"""Width of a terminal, in columns, below which tables leave out columns."""
+
+
 def plain_console(**how: Any) -> Console:
     """Return a console that prints texts without markup, emoji codes and highlighting.
 
@@ -67,15 +71,28 @@ def table(
     return aligned
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], least: int = 2) -> None:
     """Print a table on stdout without cutting texts.
+
+    A terminal narrower than _NARROW shows only the first columns of the table: those that fit without
+    breaking words, and at least `least`.
 
     columns: the titles. If there are no titles, each row has two texts: a name and a value.
     """
+    from rich.measure import Measurement
     from rich.table import Column
 
-    folding = [Column(name, overflow="fold") for name in columns or ("what", "value")]
-    table_console().print(table(folding, rows, show_header=bool(columns)))
+    console, rows, n = table_console(), list(rows), len(columns) or 2
+    # without this width, the measured minimum would not exceed the terminal's width
+    unlimited = console.options.update_width(10_000)
+    while True:
+        folding = [Column(name, overflow="fold") for name in columns[:n] or ("what", "value")]
+        shown = table(folding, (row[:n] for row in rows), show_header=bool(columns))
+        fits = Measurement.get(console, unlimited, shown).minimum <= console.width
+        if fits or n <= least or console.width >= _NARROW:
+            break
+        n -= 1
+    console.print(shown)
 
 
 def say(*notes: str | None, indent: int = 0) -> None:

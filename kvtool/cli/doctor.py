@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from collections.abc import Callable
 from json import dumps
@@ -10,9 +11,10 @@ from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from kvtool.cli.declared import Json
-from kvtool.errors import KvtoolError, LibraryError
+from kvtool.errors import KvtoolError, LibraryError, UsageError
 from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
 from kvtool.units import format_bytes
 
@@ -28,7 +30,8 @@ def doctor(
 ) -> None:
     """Check the installation: what is built and cached, what is wrong, and how to fix it.
 
-    The exit code is 1 if anything is wrong.
+    It also checks the config file and the variables, as `kvtool config` does. The exit code is 1 if anything
+    is wrong.
     """
     state = examine(remove=remove)
     typer.echo(dumps(state, indent=2) if json else _text(state))
@@ -50,6 +53,7 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
         problems.append({"wrong": fault, "command": command})
 
     _cache(wrong)
+    _settings(wrong)
     library = _library(wrong)
     kernels = {"path": str(kernel_dir()), "compiled": are_compiled(), "linked": are_linked()}
     models = cache_dir() / "models"
@@ -75,6 +79,19 @@ def _cache(wrong: Callable[[str, str], None]) -> None:
     except OSError as error:
         fault = f"cannot write to the cache folder {cache_dir()}: {error.strerror}"
         wrong(fault, "export KVTOOL_CACHE=FOLDER")
+
+
+def _settings(wrong: Callable[[str, str], None]) -> None:
+    from kvtool.cli import app
+    from kvtool.cli.config import all_rows
+
+    try:
+        for _ in all_rows(get_command(app)):
+            pass
+    except UsageError as error:
+        # the message begins with the name of a wrong variable
+        name = re.match(r"\$\w+", str(error))
+        wrong(str(error), f"unset {name[0][1:]}" if name else '$EDITOR "$(kvtool config --path)"')
 
 
 def _leftovers(remove: bool) -> list[dict[str, Any]]:

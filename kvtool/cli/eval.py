@@ -341,7 +341,11 @@ def _measure(task: Task, results: TaskResults, reader: Reader, n_items: int, *, 
         return output.stopped(results.path, len(results), n_items, "items") if in_part else "stopped"
 
     has_told = False
-    with interrupt.ending(stopped), tokens_progress(name, n_items, len(results)) as step:
+    with (
+        output.stopped_by_signals(),
+        interrupt.ending(stopped),
+        tokens_progress(name, n_items, len(results)) as step,
+    ):
 
         def reading(done: int, n: int) -> None:
             """Show how much of a prompt has been read. Report the first prompt that is too long."""

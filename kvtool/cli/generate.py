@@ -13,6 +13,7 @@ import typer
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
+from kvtool.cli.output import stopped_by_signals
 from kvtool.cli.progress import line_progress
 from kvtool.cli.texts import check_length
 from kvtool.cli.writing import end_note, open_writer, with_thinking
@@ -94,7 +95,7 @@ def generate(
     request, first = _request(argument, prompts, is_raw=template.raw)
     if output.logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json")
-    with open_writer(run, generation) as (opened, writer):
+    with open_writer(run, generation) as (opened, writer), stopped_by_signals():
         from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix, template_of
         from kvtool.config.report import report
@@ -219,7 +220,7 @@ class _Answer:
 
 
 def _finish_reason(writer: Writer) -> str:
-    """Return why the answer ended: "loop", "length", "interrupted" (Ctrl-C) or "stop"."""
+    """Return why the answer ended: "loop", "length", "interrupted" (Ctrl-C or a signal) or "stop"."""
     if writer.loop:
         return "loop"
     if writer.is_cut:

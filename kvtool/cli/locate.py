@@ -20,13 +20,14 @@ R = TypeVar("R", bound=RunOptions)
 def locate(model: str | None, *, paths: bool = True) -> Path:
     """Return the file of a model, after downloading it if necessary. Raises ModelError.
 
-    If the value of -m names a repository or a URL without the name of the file, the name of the file is
-    written to stderr.
+    If the value of -m names a repository or a URL without the name of the file, or a later part of a split
+    model, the name of the file is written to stderr.
 
     paths: True if `model` may also be a path.
     """
     from kvtool.models.catalogue import registry
     from kvtool.models.resolve import named, pull
+    from kvtool.models.split import first_part
 
     model_name = named(model)
     with bytes_progress(f"downloading {model_name}") as progress:
@@ -34,7 +35,8 @@ def locate(model: str | None, *, paths: bool = True) -> Path:
     # file names may have bytes that are not UTF-8
     model_shown, name = shown(model_name), shown(path.name)
     if model_name not in registry() and name not in model_shown:
-        sys.stderr.write(f"{model_shown}: {name}\n")
+        is_part = path.name == first_part(Path(model_name)).name
+        sys.stderr.write(f"{model_shown}: {'reading the first part, ' * is_part}{name}\n")
     return path
 
 

@@ -24,6 +24,20 @@ class Stopped(KvtoolError):
     exit_code = interrupt.EXIT_CODE
 
 
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside the block, SIGHUP and SIGTERM do what Ctrl-C does, and the exit code tells which signal came."""
+    with interrupt.like_ctrl_c() as came:
+        try:
+            yield
+        except (KeyboardInterrupt, Stopped) as error:
+            if not came:
+                raise
+            stopped = Stopped(str(error) or "stopped")
+            stopped.exit_code = 128 + came[0]
+            raise stopped from None
+
+
 def check_writable(path: Path | None) -> None:
     """Raise UsageError if a file cannot be written. Call this before the work starts."""
     if path is None:
@@ -153,7 +167,7 @@ def png(figure: Figure) -> bytes:
 def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
     """Write files, and then run the block, which prints the result.
 
-    An output is a path and a function that returns the bytes. If a file cannot be written, UsageError is
+    An output is a path and a function that returns the bytes. If a file cannot be written, KvtoolError is
     raised only after the block, so that the result is not lost.
     """
     failed = None
@@ -161,7 +175,7 @@ def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]
         try:
             if path:
                 write(path, data())
-        except UsageError as error:
+        except KvtoolError as error:
             failed = error
     yield
     if failed:
@@ -169,9 +183,9 @@ def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file and report it on stderr. Raises UsageError."""
+    """Write a file and report it on stderr. Raises KvtoolError."""
     try:
         files.write(path.expanduser(), data)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        raise KvtoolError(f"cannot write {path}: {error.strerror}") from None
     sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")

@@ -14,7 +14,7 @@ from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text
 from kvtool.cli.locate import locate
-from kvtool.cli.output import Stopped
+from kvtool.cli.output import Stopped, stopped_by_signals
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
@@ -56,8 +56,8 @@ def perplexity(
 ) -> None:
     """Stream a text through the cache and print its perplexity; lower is better.
 
-    Every token after the first is scored. Details go to stderr. Ctrl-C stops and prints the perplexity so
-    far.
+    Every token after the first is scored. Details go to stderr. Ctrl-C, SIGTERM and SIGHUP stop and print
+    the perplexity so far.
     """
     if args.stride is not None and (args.windows is None or args.stride >= args.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
@@ -86,6 +86,7 @@ def perplexity(
     with (
         closing(source(file)) as text,
         open_run(run, length=length, find=locate, guarded=True) as opened,
+        stopped_by_signals(),
     ):
         say(*opened.notes)
         engine, policy = opened.engine, opened.run.policy
@@ -113,15 +114,15 @@ def perplexity(
             "tokens_per_s": len(tokens) * n_done / n_all / seconds,
             "seconds": seconds,
         }
-    if as_json:
-        typer.echo(json_text(result))
-    else:
-        typer.echo(f"{result['perplexity']:.4f}")
-        speed = f"{result['tokens_per_s']:.1f} tokens/s"
-        of = "" if is_complete else f"incomplete: {n_done:,} of "
-        say(f"{of}{format_tokens(n_all)} scored, policy {policy}, {line(result)}, {speed}")
-    if not is_complete:
-        raise Stopped(f"stopped; {n_done:,} of {n_all:,} tokens are scored")
+        if as_json:
+            typer.echo(json_text(result))
+        else:
+            typer.echo(f"{result['perplexity']:.4f}")
+            speed = f"{result['tokens_per_s']:.1f} tokens/s"
+            of = "" if is_complete else f"incomplete: {n_done:,} of "
+            say(f"{of}{format_tokens(n_all)} scored, policy {policy}, {line(result)}, {speed}")
+        if not is_complete:
+            raise Stopped(f"stopped; {n_done:,} of {n_all:,} tokens are scored")
 
 
 def _score(engine: Engine, tokens: np.ndarray, args: _PerplexityOptions, n_all: int) -> tuple[float, int]:

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Generic, ParamSpec, TypeVar
 
 from kvtool.kernels import load
+from kvtool.system.files import can_write
 
 P = ParamSpec("P")
 
@@ -34,7 +35,10 @@ class Kernel(Generic[P, R]):
         return self._called
 
     def compile(self) -> Callable[P, R]:
-        """Compile the function with numba, or load it from numba's disk cache."""
+        """Compile the function with numba, or load it from numba's disk cache.
+
+        If kvtool's cache folder cannot be written, the compiled function is not stored.
+        """
         if self._compiled is None:
             # the kernels that this function calls must be compiled before numba compiles it
             names = self._function.__globals__
@@ -43,7 +47,8 @@ class Kernel(Generic[P, R]):
                     names[name] = called.compile()
             self._compiled = _numba().njit(
                 self.signatures,
-                cache=True,
+                # if the folder cannot be written, numba would write next to the sources, or fail
+                cache=can_write(load.LIBRARY.parent),
                 nogil=True,
                 error_model="numpy",
                 fastmath={"reassoc"} if self._any_order else False,

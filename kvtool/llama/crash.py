@@ -13,8 +13,8 @@ from kvtool.llama.library import check, check_library, is_patched, lib
 from kvtool.llama.log import call_on_error, is_verbose, no_memory, start_backends
 
 _CRASHED = (
-    "llama.cpp has crashed (a device that is gone, a damaged model, a policy's kernel, or a fault of "
-    "llama.cpp's own); -vv shows more"
+    "llama.cpp has crashed (too little memory, a device that is gone, a damaged model, a policy's kernel, or "
+    "a fault of llama.cpp's own); -vv shows more"
 )
 
 _guarding = False

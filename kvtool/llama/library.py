@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from kvtool.errors import LibraryError, StreamEnd
+from kvtool.errors import LibraryError, OutOfMemory, StreamEnd
 
 # re-exported: callers of llama.cpp import this file
 from kvtool.llama.bindings import api as api
@@ -20,6 +20,9 @@ ABI = 26
 
 _NO_ROOM = -2
 """Status that C API calls return if memory or disk has no room for the archive."""
+
+_NO_MEMORY = "std::bad_alloc"
+"""Text of the exception that C++ throws if an allocation fails."""
 
 UNPATCHED = "this llama.cpp was built without kvtool's patch"
 HOW_TO_BUILD = f"build the one that has it: {build_command()}"
@@ -150,8 +153,15 @@ def error_text() -> str:
 
 
 def check(status: int) -> None:
-    """Raise LibraryError if a C API call failed, or StreamEnd if there was no room for the archive."""
+    """Raise an error if a C API call failed.
+
+    Raises StreamEnd if there was no room for the archive, OutOfMemory, or LibraryError.
+    """
+    if status >= 0:
+        return
+    text = error_text()
     if status == _NO_ROOM:
-        raise StreamEnd(error_text())
-    if status < 0:
-        raise LibraryError(f"llama.cpp refused: {error_text()}")
+        raise StreamEnd(f"{text}; choose a smaller --archive" if "the archive" in text else text)
+    if text == _NO_MEMORY:
+        raise OutOfMemory
+    raise LibraryError(f"llama.cpp refused: {text}")

@@ -97,11 +97,12 @@ class ReferenceReader(Scores):
         try:
             if path.stat().st_size != (n - 1) * self._row.itemsize:
                 raise FileNotFoundError
-            # mark the reference as recently used
-            os.utime(path)
             self._file = path.open("rb")
         except OSError:
             raise InputError("the full cache's predictions are gone; run the same command again") from None
+        # mark the reference as recently used; in a read-only folder, it stays unmarked
+        with suppress(OSError):
+            os.utime(path)
 
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
         rows = np.frombuffer(self._file.read(len(target) * self._row.itemsize), self._row)

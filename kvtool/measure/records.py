@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kvtool.errors import InputError
+from kvtool.errors import InputError, KvtoolError
 from kvtool.system.files import locked, replacing
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a record and sync it to the disk. Several processes may append at once. Raises OSError."""
-    with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
+    """Append a record and sync it to the disk. Several processes may append at once. Raises KvtoolError."""
+    with _writing(path), path.open("ab+") as file:
         # cut off an incomplete last line: a record appended to it would be unreadable
         file.truncate(_whole_lines(file))
         file.write(json.dumps(record).encode() + b"\n")
@@ -80,13 +81,23 @@ def append(path: Path, record: Record) -> None:
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
     """Replace the file's records by the result of `change`. If this fails, the file is not changed.
 
-    Meanwhile, other processes wait before they append. Raises OSError and InputError.
+    Meanwhile, other processes wait before they append. Raises KvtoolError.
     """
-    with locked(path.with_name(path.name + ".lock")):
+    with _writing(path):
         records = change(read(path))
         with replacing(path) as file:
             for record in records:
                 file.write(json.dumps(record).encode() + b"\n")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Hold the file's lock during the block. Raise KvtoolError if the block raises OSError."""
+    try:
+        with locked(path.with_name(path.name + ".lock")):
+            yield
+    except OSError as error:
+        raise KvtoolError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _whole_lines(file: BinaryIO) -> int:

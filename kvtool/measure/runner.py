@@ -55,12 +55,15 @@ class Runner:
     """Start the processes and collect their reports.
 
     Use it as a context manager. At the end of the block, processes that are still running are killed.
+
+    folder: a temporary folder, which is removed at the end of the block.
     """
 
     def __init__(self, common: Common, tokens: np.ndarray) -> None:
         self.common = common
         self._folder = tempfile.TemporaryDirectory(prefix="kvtool-")
-        self._tokens = Path(self._folder.name) / "tokens.npy"
+        self.folder = Path(self._folder.name)
+        self._tokens = self.folder / "tokens.npy"
         np.save(self._tokens, tokens)
         self._running: dict[Run, subprocess.Popen[bytes]] = {}
         self._said: queue.SimpleQueue[tuple[Run, dict[str, Any] | None]] = queue.SimpleQueue()
@@ -123,7 +126,7 @@ class Runner:
         self._said.put((run, None))
 
     def _log(self, run: Run) -> Path:
-        return Path(self._folder.name) / f"{id(run)}.log"
+        return self.folder / f"{id(run)}.log"
 
     def _record(self, run: Run, end: dict[str, Any] | None, log: str) -> dict[str, Any]:
         """Return the record of a process that has ended. log: its output."""

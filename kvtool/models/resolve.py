@@ -68,8 +68,13 @@ def pull(name: str, progress: Progress | None = None, *, paths: bool = False) ->
 def _unknown(name: str, entries: dict[str, Entry], *, or_file: bool) -> str:
     from kvtool.models import hub
 
+    path = os.path.expanduser(name)
     if exists(name):
+        if not os.path.isfile(path) and not os.path.isdir(path):
+            return f"{name} is not a regular file; name a GGUF file"
         return f"{name} is here already; -m takes a GGUF file by its path"
+    if os.path.islink(path):
+        return f"{name} is a broken link: there is no file {os.path.realpath(path)}"
     is_repository = not name.endswith(".gguf") and hub.is_repository(name)
     if or_file and not is_repository and ("/" in name or os.sep in name or name.endswith(".gguf")):
         return f"there is no file {name}"

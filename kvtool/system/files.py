@@ -90,9 +90,17 @@ def spare_folder() -> Path | None:
     /tmp is not used, because it may be in memory.
     """
     folder = cache_dir()
-    with suppress(OSError):
+    return folder if can_write(folder) else None
+
+
+def can_write(folder: Path) -> bool:
+    """Return True if files can be created in a folder. If it does not exist, it is created."""
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-    return folder if os.access(folder, os.W_OK) else None
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:

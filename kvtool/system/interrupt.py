@@ -1,4 +1,4 @@
-"""Functions that set how a program reacts to Ctrl-C. Imports only the standard library."""
+"""Reactions of a program to Ctrl-C, SIGTERM and SIGHUP. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
 from typing import Any
 
@@ -18,9 +18,16 @@ EXIT_CODE = 128 + 2
 before_end: list[Callable[[], None]] = []
 """Functions that `end` calls first, for example to show typed characters again."""
 
+_TERMINATING = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
+"""Signals that end a program when its terminal is closed (not on Windows) or when another program asks."""
 
-def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> None:
+
+def end(
+    number: int = signal.SIGINT, _: object = None, *, message: str = "stopped", exit_code: int | None = None
+) -> None:
     """End the process immediately, with one line. This is a signal handler.
+
+    Without `exit_code`, the exit code is the one that a shell reports for the signal `number`.
 
     Use it while there is no unfinished work, for example during imports or while a model is loaded. An
     exception would not always end the process. If an exception is raised in a callback of ctypes, it is
@@ -29,7 +36,7 @@ def end(*_: object, message: str = "stopped", exit_code: int = EXIT_CODE) -> Non
     for restore in before_end:
         restore()
     _say(message)
-    os._exit(exit_code)
+    os._exit(128 + number if exit_code is None else exit_code)
 
 
 def _say(message: str) -> None:
@@ -141,22 +148,46 @@ def ending(message: Callable[[], str]) -> AbstractContextManager[None]:
 
     Use this for work that never leaves incomplete files.
     """
-    return _handled(lambda *_: end(message=message()))
+    return _handled(lambda number, _: end(number, message=message()))
 
 
 @contextmanager
-def _handled(handler: Callable[..., object]) -> Iterator[None]:
-    """Inside the block, `handler` is called at Ctrl-C."""
-    before = signal.signal(signal.SIGINT, handler)
+def _handled(handler: Callable[..., object], numbers: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
+    """Inside the block, `handler` is called at Ctrl-C, or at the signals `numbers`."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, was in before.items():
+            signal.signal(number, was)
+
+
+@contextmanager
+def like_ctrl_c() -> Iterator[list[int]]:
+    """Inside the block, SIGHUP (the terminal is closed) and SIGTERM do what Ctrl-C does.
+
+    Yields a list to which each of these signals is added. An ignored signal stays ignored.
+    """
+    came: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        came.append(number)
+        handler: Any = signal.getsignal(signal.SIGINT)
+        handler(number, frame)
+
+    with _handled(forward, _not_ignored()):
+        yield came
+
+
+def _not_ignored() -> list[int]:
+    return [number for number in _TERMINATING if signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
 def notifying(notify: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, Ctrl-C also calls `notify` immediately, from another thread.
+    """Inside the block, Ctrl-C, SIGHUP and SIGTERM also call `notify` immediately, from another thread.
+
+    SIGHUP and SIGTERM do this only if they have a handler.
 
     Python runs a signal handler only after C code has returned, and a step of llama.cpp can take seconds.
     """
@@ -167,7 +198,7 @@ def notifying(notify: Callable[[], None]) -> Iterator[None]:
 
     def listen() -> None:
         while numbers := ours.recv(64):
-            if signal.SIGINT in numbers:
+            if not {signal.SIGINT, *_TERMINATING}.isdisjoint(numbers):
                 notify()
 
     listener = threading.Thread(target=listen, daemon=True)
@@ -187,9 +218,7 @@ def terminating(writer: Any) -> Iterator[Callable[[], bool]]:
     """Inside the block, SIGHUP (the terminal is closed) and SIGTERM stop the writer after its current step.
 
     The block can then save the text. After the block, the signal is raised again and ends the process. Yields
-    a function that returns True if there was such a signal.
-
-    A signal that is ignored or does not exist (SIGHUP on Windows) stays so.
+    a function that returns True if there was such a signal. An ignored signal stays ignored.
     """
     came: list[int] = []
 
@@ -197,17 +226,10 @@ def terminating(writer: Any) -> Iterator[Callable[[], bool]]:
         came.append(number)
         writer.stop = True
 
-    numbers = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
-    before = {
-        number: signal.signal(number, stop)
-        for number in numbers
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
     try:
-        yield lambda: bool(came)
+        with _handled(stop, _not_ignored()):
+            yield lambda: bool(came)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for number in came:
             signal.raise_signal(number)
 

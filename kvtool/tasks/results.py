@@ -95,7 +95,7 @@ class TaskResults:
     def measure(self, task: Task, reader: Reader) -> Iterator[Record]:
         """Ask the items that have no record yet. Yield each record after it was written.
 
-        If an item does not fit, its record has an error and no scores. Raises KvtoolError and OSError.
+        If an item does not fit, its record has an error and no scores. Raises KvtoolError.
         """
         if self._half_done and self.path:
             records.rewrite(

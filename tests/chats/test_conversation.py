@@ -861,7 +861,8 @@ def test_recall_reports_every_token_as_cached_or_archived(chat):
     # this chat has written no reply, so there is no speed to show
     assert "speed" not in out.getvalue()
     stats = " ".join(out.getvalue().split())
-    assert f"in the cache {engine.n_kv} tokens per row, at most 48 (--budget); {n_recalled} of these" in stats
+    held = f"{engine.mean_live:.0f} tokens per row and {n_recalled} places for archived text"
+    assert f"in the cache {held}, at most 48 (--budget)" in stats
     assert f"archived {engine.n_archived} of at most" in stats
     assert f"context {engine.n_ctx:,} tokens (trained: {engine.model.n_ctx_train:,})" in stats
 

@@ -54,6 +54,8 @@ def called(*arguments, stdin="", cwd=".", env=None):
     """
     words = [*map(str, arguments)]
     before, interrupt = os.getcwd(), signal.getsignal(signal.SIGINT)
+    # a command that does not handle SIGTERM must not end the tests
+    terminate = signal.signal(signal.SIGTERM, lambda *_: None)
     os.chdir(cwd)
     try:
         done = CliRunner().invoke(
@@ -62,4 +64,5 @@ def called(*arguments, stdin="", cwd=".", env=None):
     finally:
         os.chdir(before)
         signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, terminate)
     return CompletedProcess(words, done.exit_code, done.stdout, done.stderr)

@@ -314,19 +314,20 @@ def test_bad_arguments_get_one_line_and_their_exit_code(arguments, code, words, 
     one_line(done, code, words)
 
 
-def test_interrupted_run_prints_the_measured_rows(model, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_prints_the_measured_rows(model, monkeypatch, number):
     whole_round, done_rounds = bench.Bench._round, []
 
     def interrupted(self, row, saved):
         if len(done_rounds) == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         done_rounds.append(row)
         whole_round(self, row, saved)
 
     monkeypatch.setattr(bench.Bench, "_round", interrupted)
     options = "-m", model, "-t", 1, "--budget", 64, "-b", 64
     done = called("bench", *options, "--depths", "64,128", "--rounds", 1, "--json")
-    assert done.returncode == 130
+    assert done.returncode == 128 + number
     assert [row["what"] for row in read(done.stdout)] == ROWS[:2]
     assert done.stderr.split("\n")[-3:-1] == [
         "stopping after the current step ...",

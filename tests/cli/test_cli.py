@@ -478,7 +478,8 @@ def test_endless_answer_is_cut_at_the_default_limit(talker):
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])
-def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp_path, more):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp_path, number, more):
     name = "windows" if "--windows" in more else "stream"
     plain = getattr(perplexity, name)
 
@@ -486,7 +487,7 @@ def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp
         *before, scored = how
 
         def stop(nll):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
             scored(nll)
 
         return plain(engine, tokens, *before, stop)
@@ -497,7 +498,7 @@ def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp
     assert whole["complete"] is True
     monkeypatch.setattr(perplexity, name, interrupted)
     done = called(*command, *more)
-    assert done.returncode == 130
+    assert done.returncode == 128 + number
     if "--json" in more:
         result = json.loads(done.stdout)
         assert result["complete"] is False

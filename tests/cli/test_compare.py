@@ -24,7 +24,7 @@ from kvtool.measure.grid import Run
 from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
 from tests import forked
-from tests.cli.called import one_line
+from tests.cli.called import called, one_line
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
 from tests.held import PATIENCE_S, Held, until
 from tests.tasks.test_grid import TIMES
@@ -56,7 +56,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compare(model, folder, environment):
-    def run(*arguments, check=True, **options):
+    def run(*arguments, check=True, environment=environment, **options):
         command = ["compare", "tide.txt", "-m", model, "-t", 1, "--max-tokens", 200, *arguments]
         done = kvtool(*command, cwd=folder, env=environment, **options)
         assert not check or done.returncode == 0, done.stderr
@@ -178,15 +178,42 @@ def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, tmp_path):
     common = grid.Common({}, ScoreOptions(n_ctx=512), 100)
     results = ComparisonResults(common, [run("local", "64")])
     for _ in range(2):
-        _run(results, None, True, 1, None)
+        assert not _run(results, None, True, 1, None)
         assert [record["kl"] for record in results.of_run.values()] == [None]
     # In the second round, only `full` runs, and it fails again. `local` lacks only its KL. It does not run,
     # because the KL needs the results of `full`.
     assert calls == [(["full"], True), ([], False)]
     fails = False
-    _run(results, None, True, 1, None)
+    assert _run(results, None, True, 1, None)
     assert calls == [(["full"], True), (["local"], True)]
     assert [record["kl"] for record in results.of_run.values()] == [0.5]
+
+
+def test_failed_reference_exits_1_after_the_results(monkeypatch, compare, model, folder, environment):
+    plain = runner.Runner.run
+
+    def run(self, runs, *, writes=False, **how):
+        if writes:
+            yield runner.Event(runs[0], record={"error": "no luck"})
+        else:
+            yield from plain(self, runs, **how)
+
+    monkeypatch.setattr(runner.Runner, "run", run)
+    arguments = ("-m", model, "-t", 1, "--policies", "local", "--budgets", "64", "--max-tokens", 199)
+    done = called("compare", "tide.txt", *arguments, "--json", cwd=folder, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.endswith("kvtool: the run of the full cache failed; see above\n")
+    assert json.loads(done.stdout)["kl"] is None
+
+
+def test_without_a_writable_cache_folder_runs_are_compared_with_full(compare, environment, tmp_path):
+    for name in ("kernels", "models"):
+        (tmp_path / name).symlink_to(Path(environment["KVTOOL_CACHE"]) / name)
+    # a file in place of the folder, because root can write to all folders
+    (tmp_path / "logits").touch()
+    changed = environment | {"KVTOOL_CACHE": str(tmp_path)}
+    done = compare("--policies", "local", "--budgets", "64", "--json", environment=changed)
+    assert json.loads(done.stdout)["kl"] > 0
 
 
 MEANWHILE = """
@@ -259,6 +286,17 @@ def test_resume_runs_failed_runs_again(compare, folder):
     assert len(read(folder / "failed.jsonl")) == 2
 
 
+def test_announced_number_of_runs_includes_the_full_cache(compare):
+    # no other test has 101 tokens, so the reference does not exist yet
+    options = ("--policies", "local,h2o", "--budgets", "64", "--max-tokens", 101)
+    first, *runs = compare(*options).stderr.splitlines()
+    assert first.startswith("3 runs of 101 tokens each, one with the full cache; fewer --policies")
+    assert [re.search(r"\((\d/\d), ", line)[1] for line in runs] == ["1/3", "2/3", "3/3"]
+    first, *runs = compare(*options).stderr.splitlines()
+    assert first.startswith("2 runs of 101 tokens each; fewer --policies")
+    assert len(runs) == 2
+
+
 def test_corm_runs_with_empty_budgets(compare):
     done = compare("--policies", "corm:window=16:history=16", "--budgets", "", "--max-tokens", "64")
     assert "corm" in done.stdout
@@ -324,7 +362,8 @@ def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, environment, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, environment, tmp_path, number):
     held, out = Held(tmp_path), tmp_path / "out.jsonl"
     command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out), "--jobs", "2"]
     command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
@@ -339,9 +378,9 @@ def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, envi
         held.wait(2)
         running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         # a terminal sends Ctrl-C to the whole process group
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         lines = process.stderr.read().splitlines()
-        assert process.wait(PATIENCE_S) == 130
+        assert process.wait(PATIENCE_S) == 128 + number
     assert lines[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
     until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from kvtool.cli import console
 from kvtool.cli.chat.markdown import ReplyStream
-from kvtool.cli.console import plain_console, table, table_console
+from kvtool.cli.console import plain_console, print_table, table, table_console
 from kvtool.cli.progress import _bytes_bar, tokens_progress
 
 SOURCES = Path(__file__).parents[2] / "kvtool"
@@ -95,3 +96,21 @@ def test_remaining_time_is_shown_from_the_first_step_on(monkeypatch):
         # then not estimate the remaining time.
         step(30)
         assert task.time_remaining > 0
+
+
+@pytest.mark.parametrize(
+    ("width", "least", "text", "words"),
+    [
+        (30, 2, "yes", "name size downloaded qwen3-8b 4.7 GiB yes"),
+        (20, 2, "yes", "name size qwen3-8b 4.7 GiB"),
+        (20, 3, "yes", "downl name size oaded qwen3- 4.7 yes 8b GiB"),
+        # a wider terminal breaks a long word instead
+        (41, 2, "x" * 30, f"name size downloaded qwen3-8b 4.7 GiB {'x' * 22} {'x' * 8}"),
+    ],
+)
+def test_narrow_terminals_show_the_first_columns(monkeypatch, capsys, width, least, text, words):
+    monkeypatch.setattr(console, "table_console", lambda: plain_console(force_terminal=True, width=width))
+    print_table(["name", "size", "downloaded"], [["qwen3-8b", "4.7 GiB", text]], least=least)
+    out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    assert out.split() == words.split()
+    assert max(map(len, out.splitlines())) <= width

@@ -71,7 +71,7 @@ def in_thread(what):
 @linux
 @pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES.keys())
 def test_crash_gets_one_line(crash):
-    one_line(python(f"{GUARDED}\nguard()\n{crash}"), 4, "llama.cpp has crashed")
+    one_line(python(f"{GUARDED}\nguard()\n{crash}"), 4, "llama.cpp has crashed (too little memory, ")
 
 
 @linux
@@ -205,6 +205,26 @@ def test_closed_stdin_or_stdout_gets_one_line(command, exit_code, words):
     one_line(subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True), exit_code, words)
 
 
+@linux
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
+@pytest.mark.parametrize("command", ["generate", "perplexity", "compare"])
+def test_notes_that_cannot_be_written_cost_no_result(model, tmp_path, command, stderr):
+    (tmp_path / "text").write_text("Hello, hello. " * 20)
+    # stderr gets a note about the cut answer, a note about the text, or a line for each run
+    options = {
+        "generate": ("-f", tmp_path / "text", "--raw", "-n", 5, "--json"),
+        "perplexity": (tmp_path / "text",),
+        "compare": (tmp_path / "text", "--policies", "local", "--budgets", 64, "--json"),
+    }[command]
+    words = [sys.executable, "-m", "kvtool", command, *map(str, options), "-m", str(model), "-t", "1"]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} {stderr}"], stdout=subprocess.PIPE, cwd=ROOT)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)
+    # errors keep their exit codes
+    words[4:] = ["no such file"] if command != "generate" else ["-f", "no such file"]
+    assert subprocess.run(["sh", "-c", f"{shlex.join(words)} {stderr}"], check=False).returncode == 5
+
+
 def test_all_streams_closed_exits_1():
     shell = f"{shlex.quote(sys.executable)} -m kvtool policies <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", shell], check=False).returncode == 1
@@ -299,10 +319,15 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     assert bool(done.stdout.strip()) == (stage in ("reply", "import of numba"))
 
 
-def test_interrupted_json_reply_has_finish_reason_interrupted(model):
-    done = python(f"{PRESS}\n{STAGES['reply']}\n{RUN}", *WRITE, "-m", model, "--json")
-    assert done.returncode == 130
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_json_reply_has_finish_reason_interrupted(model, number):
+    press = PRESS.replace("signal.SIGINT", str(int(number)))
+    done = python(f"{press}\n{STAGES['reply']}\n{RUN}", *WRITE, "-m", model, "--json")
+    assert (done.returncode, done.stderr) == (128 + number, "kvtool: stopped\n")
     assert json.loads(done.stdout)["finish_reason"] == "interrupted"
+    # a second signal interrupts the step, and nothing is printed
+    done = python(f"{press}\n{STAGES['reply, twice']}\n{RUN}", *WRITE, "-m", model, "--json")
+    assert (done.returncode, done.stderr, done.stdout) == (128 + number, "kvtool: stopped\n", "")
 
 
 DOWNLOAD = """

@@ -368,6 +368,33 @@ def test_config_refuses_invalid_values_of_the_file(file):
     one_line(kvtool("config"), 2, f"{path}: [chat] top-p must be in 0..1, got 7")
 
 
+def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeypatch):
+    for text, words in (("budget =", " is not TOML"), ("[doctor]\njson = 5", ": [doctor] json must be")):
+        path = file(text)
+        one_line(kvtool("config"), 2, f"{path}{words}")
+        done = kvtool("config", "--path")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{path}\n", "")
+        assert problems(f"{path}{words}") == ['$EDITOR "$(kvtool config --path)"']
+    # doctor checks the options of all commands
+    path = file("[chat]\ntop-p = 7")
+    assert problems(f"{path}: [chat] top-p must be") == ['$EDITOR "$(kvtool config --path)"']
+    file("")
+    assert problems("") == []
+    monkeypatch.setenv("KVTOOL_CHAT_TOP_P", "7")
+    assert problems("$KVTOOL_CHAT_TOP_P must be") == ["unset KVTOOL_CHAT_TOP_P"]
+
+
+def problems(words):
+    """Return doctor's remedies for wrong settings. Check that each of these problems begins with `words`."""
+    done = kvtool("doctor", "--json")
+    found = [
+        each for each in json.loads(done.stdout)["problems"] if re.search("config|KVTOOL_", each["wrong"])
+    ]
+    assert all(each["wrong"].startswith(words) for each in found)
+    assert not found or done.returncode == 1
+    return [each["command"] for each in found]
+
+
 def test_config_shows_the_settings_of_one_command(file):
     path = file(FILE)
 

@@ -468,7 +468,7 @@ def test_chat_with_a_full_disk_keeps_its_last_complete_turn(talk, tmp_path):
     done = talk(TURNS[4:], "--archive-file", file, preexec_fn=full)
     assert done.returncode == 6
     assert done.stderr.splitlines()[-1].startswith(
-        "kvtool: no room for the archive on the disk: File too large"
+        "kvtool: no room for the archive on the disk: File too large; choose a smaller --archive"
     )
     assert (path.read_bytes(), (tmp_path / "chat.kvs.archive").read_bytes()) == before
     assert sorted(os.listdir(tmp_path)) == ["chat.kvs", "chat.kvs.archive"]

@@ -156,7 +156,7 @@ def test_single_file_may_have_the_name_of_a_part(tmp_path, chat_model):
 def test_models_show_says_how_many_files(parts):
     result = called("models", "show", parts[1])
     assert " in 3 files" in result.stdout
-    assert result.stderr.endswith(": chat-F32-00001-of-00003.gguf\n")
+    assert result.stderr.endswith(": reading the first part, chat-F32-00001-of-00003.gguf\n")
     shown = called("models", "show", parts[0], "--json")
     assert (json.loads(shown.stdout)["parts"], shown.stderr) == (3, "")
 

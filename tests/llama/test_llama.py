@@ -97,6 +97,15 @@ def values_by_row(state):
 # moves
 
 
+def test_exception_of_a_failed_allocation_is_reported_as_lack_of_memory(monkeypatch):
+    monkeypatch.setattr(library, "error_text", lambda: "std::bad_alloc")
+    with pytest.raises(OutOfMemory, match="^out of memory; choose a smaller --budget"):
+        library.check(-1)
+    monkeypatch.setattr(library, "error_text", lambda: "a reason")
+    with pytest.raises(LibraryError, match="^llama.cpp refused: a reason$"):
+        library.check(-1)
+
+
 @every_cache
 @either_path
 def test_permutation_and_its_inverse_restore_every_byte(tiny_model, type_k, type_v, flash, force_graph):

@@ -232,6 +232,16 @@ def test_unknown_name_error_suggests_similar_names(known):
         assert str(error.value) == f"there is no file {path}"
 
 
+def test_a_device_or_a_broken_link_is_not_a_model(tmp_path, known):
+    known()
+    with pytest.raises(ModelError, match=f"^{os.devnull} is not a regular file; name a GGUF file$"):
+        resolve(os.devnull)
+    link = tmp_path / "link.gguf"
+    link.symlink_to("gone.gguf")
+    with pytest.raises(ModelError, match=f"^{link} is a broken link: there is no file {tmp_path}/gone.gguf$"):
+        resolve(str(link))
+
+
 def test_a_folder_is_not_a_model(tmp_path, known):
     known()
     with pytest.raises(ModelError, match="is a folder"):

@@ -6,6 +6,7 @@ to the divergence over the whole vocabulary.
 
 from __future__ import annotations
 
+import errno
 import io
 import multiprocessing
 import os
@@ -221,6 +222,16 @@ def test_least_recently_used_references_are_deleted_first(monkeypatch):
     paths[0].unlink()
     write(paths[0])
     assert [path.exists() for path in paths] == [True, False, False, False]
+
+
+def test_references_in_a_read_only_folder_are_read(monkeypatch, tmp_path):
+    def fails(path, *_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    path = tmp_path / "reference"
+    write(path)
+    monkeypatch.setattr(os, "utime", fails)
+    assert isinstance(write(path), divergence.ReferenceReader)
 
 
 def test_references_of_too_long_texts_do_not_fit(monkeypatch):

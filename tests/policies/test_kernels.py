@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -121,6 +122,27 @@ def test_wrong_arguments_are_refused(wrong):
 def test_kernel_missing_from_the_library_runs_with_numba():
     assert load.find(not_in_it.name, not_in_it.signatures) is None
     assert not_in_it(np.full((1, 1), 3, np.int32), 4.0) == 7
+
+
+SUM = """
+from kvtool.kernels.kernel import kernel
+
+@kernel("i8(i8, i8)")
+def total(a, b):
+    return a + b
+"""
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_without_a_writable_cache_folder_kernels_run_and_are_not_stored(tmp_path, writable):
+    (tmp_path / "sums.py").write_text(SUM)
+    (tmp_path / "file").touch()
+    cache = tmp_path / ("cache" if writable else "file/cache")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from sums import total; print(total(2, 3))"
+    done = forked.run_python("-c", code, env=os.environ | {"KVTOOL_CACHE": str(cache)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+    stored = [*tmp_path.rglob("*.nbi")]
+    assert stored and all(cache in path.parents for path in stored) if writable else not stored
 
 
 def test_missing_or_damaged_library_provides_no_kernel(monkeypatch, tmp_path):

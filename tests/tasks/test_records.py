@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 
 import pytest
 
-from kvtool.errors import InputError
+from kvtool.errors import InputError, KvtoolError
 from kvtool.measure import records
 from tests.held import PATIENCE_S
 
@@ -48,6 +50,19 @@ def test_invalid_line_is_refused_with_its_number(tmp_path, line):
 def test_a_folder_is_refused(tmp_path):
     with pytest.raises(InputError, match="cannot read"):
         records.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: records.append(path, {}), lambda path: records.rewrite(path, list)]
+)
+def test_error_of_a_full_disk_names_the_file(monkeypatch, tmp_path, write):
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(KvtoolError, match=f"cannot write {path}: No space left on device"):
+        write(path)
 
 
 def _add(path, who):

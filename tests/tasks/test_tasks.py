@@ -560,7 +560,8 @@ def test_impossible_options_give_one_line_and_an_exit_code(arguments, code, word
     assert done.stdout == ""
 
 
-def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path, number):
     out = tmp_path / "out.jsonl"
     # the policy waits as soon as the first item has a record, so it waits while the second item is read
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
@@ -570,9 +571,9 @@ def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path):
         [*KVTOOL, *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         held.wait()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stderr = process.stderr.read()
-        assert process.wait(PATIENCE_S) == 130
+        assert process.wait(PATIENCE_S) == 128 + number
     assert len(records.read(out)) == 1
     assert stderr == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
 

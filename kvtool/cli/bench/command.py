@@ -107,7 +107,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     if not is_patched():
         raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
-    with loaded_model(run, path, guarded=True, say=say) as model:
+    with loaded_model(run, path, guarded=True, say=say) as model, output.stopped_by_signals():
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
@@ -120,14 +120,14 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
         with tokens_progress("bench", n_round) as step, stopping(benchmark):
             for n_done, row in enumerate(benchmark.measure()):
                 step(n_done, f"depth {row.depth:,}: {row.config.name}")
-    records = [about | row.record() for row in rows if row.write or row.why]
-    if old is not None:
-        records = [record | {"over_old": measure.over(record, old)} for record in records]
-        if other := next((record for record in old if record.get("model") != path.stem), None):
-            say(f"{args.compare} has results of another model, {other.get('model')}")
-    _print(records, about, as_json=as_json, has_device=has_device, plot=args.plot)
-    if benchmark.stop:
-        raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
+        records = [about | row.record() for row in rows if row.write or row.why]
+        if old is not None:
+            records = [record | {"over_old": measure.over(record, old)} for record in records]
+            if other := next((record for record in old if record.get("model") != path.stem), None):
+                say(f"{args.compare} has results of another model, {other.get('model')}")
+        _print(records, about, as_json=as_json, has_device=has_device, plot=args.plot)
+        if benchmark.stop:
+            raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
 
 
 def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:

@@ -22,6 +22,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import CACHE, Options, option
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
+from kvtool.system.files import can_write
 from kvtool.system.texts import TextSource, json_text
 from kvtool.units import CACHE_TYPES
 
@@ -170,8 +171,9 @@ def compare(
         if results.has_other_text():
             say(f"{path} also has results of another text that is called {name}; they are not used")
     say(why_not)
-    _run(results, tokens, not why_not, args.jobs, path)
-    _finish(results, info, path, args.plot, as_json=as_json)
+    with output.stopped_by_signals():
+        has_full = _run(results, tokens, not why_not, args.jobs, path)
+    _finish(results, info, path, args.plot, as_json=as_json, has_full=has_full)
 
 
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
@@ -226,28 +228,32 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
     return names, ""
 
 
-def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:
+def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> bool:
     """Do the runs that have no result yet. When a run ends, add its record to `results` and to the file.
 
-    Raises output.Stopped after Ctrl-C.
+    Returns False if the run of `full` failed that writes the reference for the others. Raises output.Stopped
+    after Ctrl-C.
     """
     from kvtool.measure import grid, records, runner
 
-    missing = results.missing(kl=against)
+    missing, has_full = results.missing(kl=against), True
     if not missing:
-        return
+        return has_full
     common = results.common
     if len(missing) < len(results.grid):
         say(f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already")
-    elif len(missing) > 1:
-        less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
-        say(f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}")
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
         # do the run of `full` first, because it writes the reference for all other runs. Do it even if its
         # result is already stored
         full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
+    is_extra = first is not None and first not in missing
+    n_run = len(missing) + is_extra
+    if len(missing) == len(results.grid) > 1:
+        extra = ", one with the full cache" if is_extra else ""
+        less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
+        say(f"{n_run} runs of {common.n_tokens:,} tokens each{extra}; {less}")
 
     def watched(events: Iterator[Event]) -> dict[str, Any] | None:
         """Show the events, and store the records of runs in `missing`. Return the last record."""
@@ -263,22 +269,31 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
 
     try:
         with interrupt.raising(), runner.Runner(common, tokens) as started:
-            n_run = len(missing) + (first is not None and first not in missing)
+            if first and reference and not can_write(reference.parent):
+                # the cache folder cannot be written: keep the file only until this command ends
+                reference = started.folder / reference.name
             with runs_progress(n_run, common.n_tokens - 1) as show:
                 if first:
                     record = watched(started.run([first], against=reference, writes=True))
                     if record and "error" in record:
                         say("the full cache failed, so KL, top-1 and differences to it are missing")
-                        reference, missing = None, results.missing()
+                        has_full, reference, missing = False, None, results.missing()
                     missing = [run for run in missing if run is not first]
                 watched(started.run(missing, jobs=jobs, against=reference))
     except KeyboardInterrupt:
         n_kept = len(results.grid) - len(results.missing())
         raise output.Stopped(output.stopped(path, n_kept, len(results.grid), "runs")) from None
+    return has_full
 
 
 def _finish(
-    results: ComparisonResults, info: ModelInfo, path: Path | None, plot: Path | None, *, as_json: bool
+    results: ComparisonResults,
+    info: ModelInfo,
+    path: Path | None,
+    plot: Path | None,
+    *,
+    as_json: bool,
+    has_full: bool,
 ) -> None:
     if path:
         from kvtool.measure import records
@@ -305,3 +320,6 @@ def _finish(
     if failed := results.failed():
         again = "--resume tries them again" if path else "see above"
         raise KvtoolError(f"{len(failed)} of {len(results.grid)} runs failed; {again}")
+    if not has_full:
+        again = "--resume tries it again" if path else "see above"
+        raise KvtoolError(f"the run of the full cache failed; {again}")
