@@ -82,7 +82,7 @@ def test_session_keeps_its_template_and_refuses_another(bare, template, tmp_path
     done = called(*command, "--chat-template", other, stdin="Three\n")
     one_line(done, 9, "leave out --chat-template to continue it, or read its text again")
     kept.write_text(other.read_text())
-    one_line(called(*command, stdin="Three\n"), 9, "talk.kv was started with --chat-template ")
+    one_line(called(*command, stdin="Three\n"), 9, "talk.kv was started with --chat-template of SHA-256 ")
 
 
 def test_server_renders_chats_with_the_template_of_a_file(bare, template):

@@ -136,9 +136,9 @@ def _typed(name: str, value: object, model: str, *, is_ambiguous: bool) -> str:
     """
     if name == "model_sha256":
         return f"{model} of SHA-256 {value:.12}" if is_ambiguous else model
-    text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
     if name == "chat_template":
-        text = text[:12]
+        return f"--chat-template of SHA-256 {value:.12}" if value else "the model's chat template"
+    text = "nothing" if value is None else str(value).removeprefix(_ROTATED)
     if isinstance(value, list):
         # show the first 12 digits of each adapter's SHA-256, and its scale
         text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)
