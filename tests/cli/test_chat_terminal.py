@@ -295,7 +295,7 @@ def test_loading_an_older_copy_sets_the_newer_chat_aside(terminal, chat_kv, tmp_
     assert "is now in chat.kv.1" in chat.say("another")
     assert user_messages(chat_kv) == [*FOUR, "another"]
     assert user_messages(chat_kv.with_name("chat.kv.1")) == [*FOUR, "turn 4"]
-    assert 'the first of them the turn "turn 0"; the chat has no turns' in chat.say("/undo 5")
+    assert 'the oldest of them the turn "turn 0"; the chat has no turns' in chat.say("/undo 5")
     assert "took back /load" in chat.say("/undo")
     assert user_messages(chat_kv) == [*FOUR, "turn 4"]
     assert not chat_kv.with_name("chat.kv.1").exists()
@@ -306,14 +306,14 @@ def test_turns_of_a_loaded_chat_can_be_replaced_and_taken_back(terminal, chat_kv
     path = tmp_path / "new.kv"
     chat = terminal("--session", path)
     chat.say("one")
-    assert chat.say(f"/load {chat_kv}").endswith("; /undo 5 takes this back")
+    assert "; /undo 5 takes this back\n" in chat.say(f"/load {chat_kv}")
     assert chat.say("/retry").endswith("tokens/s")
     chat.say(f"/save {tmp_path / 'saved.kv'}")
     chat.leave()
     # the marks of the loaded chat are saved, but not those of the chat before it
     for saved in (path, tmp_path / "saved.kv"):
         again = terminal("--session", saved)
-        undone = 'took back 4 changes, the first of them the turn "turn 0"; the chat has no turns'
+        undone = 'took back 4 changes, the oldest of them the turn "turn 0"; the chat has no turns'
         assert again.say("/undo 9") == f"{undone}; /undo cannot go back further"
         again.leave()
 

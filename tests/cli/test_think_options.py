@@ -170,5 +170,6 @@ def test_load_takes_effort_and_budget_of_the_session_and_says_so(models, tmp_pat
         chat.say("/set think_budget 7")
         assert "\nthink_budget  5\n\n> Hello" in chat.say(f"/load {path}")
         assert chat.say("/set think_budget") == "think_budget  5"
-        chat.say("/undo")
+        # the loaded turn, and the load
+        chat.say("/undo 2")
         assert chat.say("/set think_budget") == "think_budget  7"
