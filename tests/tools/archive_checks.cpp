@@ -1303,8 +1303,8 @@ struct device_cells {
         }
     }
 
-    // Let a head choose residents for queries at the position `rot`. live: logarithm of each query's softmax sum over
-    // the live cells. Return `missed`: see residents::choose.
+    // Choose the residents of a head for queries at the position `rot`, and return `missed` of residents::choose.
+    // live: logarithm of each query's softmax sum over the live cells.
     std::vector<float> choose(int head, const std::vector<std::vector<float>> & queries, int64_t rot, float live = -INFINITY) {
         std::vector<float> missed(queries.size(), NAN);
         const std::vector<float> sums(queries.size(), live);
@@ -1479,8 +1479,8 @@ static std::vector<double> squares_of(const stream & s, const row_clusters & own
     return sums;
 }
 
-// A stream and a query. Keys differ most in one half of the elements, and there the query is 0. Therefore the spread of
-// keys changes this query's attention less than that of other queries.
+// A stream whose keys differ most in one half of their elements, and a query that is 0 in this half. The spread of the
+// keys therefore changes the attention of this query less than the attention of other queries.
 struct uneven_stream : stream {
     std::vector<float> query = normal(n_embd, 99);
 
