@@ -1,28 +1,18 @@
 """Rewrite a JSON schema in keywords that llguidance enforces.
 
 Keywords that cannot be enforced are returned in a list. Every value that fits the rewritten schema also fits
-the original without these keywords. Some values that fit the original do not fit the rewritten schema: very
-large integers, and objects with properties that the schema does not name.
+the original without these keywords, and with oneOf read as anyOf. Some values that fit the original do not
+fit the rewritten schema: very large integers, and objects with properties that the schema does not name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
-from math import comb, inf, nextafter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
-from kvtool.llama.complement import (
-    CONSTRAINING,
-    DEPENDENT,
-    IN_PLACE,
-    Complement,
-    listed,
-    types_of,
-    values_of,
-)
+from kvtool.llama.json_pointer import at_pointer
 from kvtool.llama.patterns import of_format, parts_of
 
 Schema = dict[str, Any]
@@ -30,9 +20,6 @@ Schema = dict[str, Any]
 _MAX_PROPERTIES = 5000
 _MAX_PATTERNS = 100
 """Maximum number of an object's properties, and of its patternProperties. llguidance compares all pairs."""
-
-_MAX_CHOICES = 50
-"""Maximum number of combinations of properties that express minProperties or maxProperties."""
 
 _MAX_SCHEMAS = 50_000
 """Maximum number of schemas inside a schema. This is llguidance's limit."""
@@ -55,10 +42,21 @@ _SINCE = {
 }
 """For each keyword, the first draft of JSON Schema that has it. 8 is draft 2019-09, and 9 is 2020-12."""
 
-_NOT_EXPRESSIBLE = {
+_DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
+_NOT_ENFORCED = {
     *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
-    *("$dynamicRef", "$recursiveRef"),
+    *("$dynamicRef", "$recursiveRef", "not", "if", *_DEPENDENT),
 }
+_IN_PLACE = {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "$ref", *_DEPENDENT}
+"""Keywords with subschemas that apply to the same value as the schema itself."""
+
+CONSTRAINING = (_IN_PLACE | _NOT_ENFORCED) | {
+    *("type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties"),
+    *("minProperties", "maxProperties", "propertyNames", "format", "pattern", "minLength", "maxLength"),
+    *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+"""Keywords that restrict the values of a schema."""
 
 _ON_UNNAMED = {"additionalProperties", "patternProperties", "propertyNames", "enum", "const"}
 """Keywords about properties that the schema does not name."""
@@ -71,18 +69,15 @@ class LeftOut(NamedTuple):
     where: str
 
 
-def rewritten(
-    schema: Mapping[str, Any], *, is_exact: bool = True, drops_integers: bool = False
-) -> tuple[Schema, list[LeftOut]]:
+def rewritten(schema: Mapping[str, Any], *, drops_integers: bool = False) -> tuple[Schema, list[LeftOut]]:
     """Rewrite a schema for llguidance. Return the new schema, and the keywords that are not enforced.
 
-    is_exact: True to express oneOf, "not", conditions and dependencies by other keywords, which makes the
-    schema longer. Raises UsageError if the schema becomes too large, if an object has too many properties, or
-    if const or enum has an integer beyond _MAX_EXACT, unless `drops_integers`, which leaves out the keyword.
+    Raises UsageError if the schema is too large, if an object has too many properties, or if const or enum
+    has an integer beyond _MAX_EXACT, unless `drops_integers`, which leaves out the keyword.
     """
     shared: set[str] = set()
     while True:
-        writer = _Writer(schema, shared, is_exact, drops_integers)
+        writer = _Writer(schema, shared, drops_integers)
         new = writer.schema(schema, "#", is_alone=True)
         if writer.shared <= shared:
             return new, writer.left_out
@@ -103,12 +98,9 @@ class _Writer:
         Keywords that are not enforced.
     """
 
-    def __init__(
-        self, root: Mapping[str, Any], shared: set[str], is_exact: bool, drops_integers: bool
-    ) -> None:
+    def __init__(self, root: Mapping[str, Any], shared: set[str], drops_integers: bool) -> None:
+        self._root, self._drops_integers = root, drops_integers
         self._known, self.shared = shared, set[str]()
-        self._is_exact, self._drops_integers = is_exact, drops_integers
-        self._complement = Complement(root)
         draft = root.get("$schema")
         match = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
         self._draft = int(match[1]) if match and match[1] else 8 if match and match[2] == "19-09" else 9
@@ -129,22 +121,24 @@ class _Writer:
         new = {key: value for key, value in schema.items() if self._is_needed(key, value)}
         if isinstance(new.get("$ref"), str) and not (is_alone and new.keys() & CONSTRAINING == {"$ref"}):
             self.shared.add(new["$ref"])
-        if new.get("unevaluatedProperties") is False and not new.keys() & IN_PLACE:
+        if new.get("unevaluatedProperties") is False and not new.keys() & _IN_PLACE:
             new.setdefault("additionalProperties", new.pop("unevaluatedProperties"))
-        for key in _NOT_EXPRESSIBLE & new.keys():
+        # subschemas in place may need properties that this schema does not name, also if they are left out
+        may_close = is_alone and not new.keys() & (_IN_PLACE | _ON_UNNAMED)
+        if new.pop("then", True) is new.pop("else", True) is True:
+            new.pop("if", None)
+        for key in _NOT_ENFORCED & new.keys():
             self._leave_out(new, key, where)
         self._property_names(new, where)
         self._pattern_names(new, where)
-        are_apart = self._one_of(new, where)
-        more = [*self._pattern(new, where), *self._format(new, where), *self._negation(new, where)]
-        more += [*self._condition(new, where), *self._dependent(new, where)]
+        more = [*self._pattern(new, where), *self._format(new, where)]
         if more:
-            new["allOf"] = [*listed(new, "allOf"), *more]
-        self._parts(new, where, is_alone=is_alone, are_apart=are_apart)
-        self._close(new, is_alone=is_alone)
+            new["allOf"] = [*_listed(new, "allOf"), *more]
+        self._parts(new, where, is_alone=is_alone)
+        self._close(new, may_close and not more)
         self._counts(new, where)
         self._constants(new, where)
-        _limit_numbers(new)
+        self._numbers(new, where)
         return new
 
     def _is_needed(self, key: str, value: object) -> bool:
@@ -192,79 +186,12 @@ class _Writer:
             return []
         name = new.pop("format")
         known = of_format(name)
-        if known is None and "string" in types_of(new.get("type")):
+        if known is None and "string" in (_types(new) or {"string"}):
             self._leave_out(new, "format", where, f"format {name}")
         more = dict(known or {})
         if "format" in more:
             new["format"] = more.pop("format")
         return [more] if more else []
-
-    # keywords whose subschemas apply to the same value
-
-    def _one_of(self, new: Schema, where: str) -> bool:
-        """Make the options of oneOf exclude each other. Return True if they already did."""
-        options = listed(new, "oneOf")
-        within, exclusive = types_of(new.get("type")), []
-        near = self._complement.near(options, within)
-        if near is None:
-            self._leave_out(dict(new), "oneOf", where)
-            return False
-        for option, others in zip(options, near, strict=True):
-            names = _named(self._complement.resolved(option))
-            parts = [self._without(options[j], names) for j in others]
-            if not all(parts):
-                self._leave_out(dict(new), "oneOf", where)
-                return False
-            exclusive.append({"allOf": [option, *parts]} if parts else option)
-        if exclusive != options:
-            new["oneOf"] = exclusive
-        return exclusive == options
-
-    def _without(self, schema: Any, names: Iterable[str] = ()) -> Schema | None:
-        """Return a schema of values that the given schema rejects. Return None if no such schema is known.
-
-        names: see `Complement.of`.
-        """
-        others = self._complement.of(schema, names=names) if self._is_exact else []
-        return {"anyOf": others} if others else None
-
-    def _negation(self, new: Schema, where: str) -> list[Schema]:
-        """Remove "not". Return schemas that replace it."""
-        if "not" not in new:
-            return []
-        others = self._without(new["not"])
-        if not others:
-            self._leave_out(new, "not", where)
-            return []
-        del new["not"]
-        return [others]
-
-    def _condition(self, new: Schema, where: str) -> list[Schema]:
-        """Remove "if", "then" and "else". Return schemas that replace them."""
-        then, other = new.pop("then", True), new.pop("else", True)
-        if "if" not in new or then is other is True:
-            new.pop("if", None)
-            return []
-        others = self._without(new["if"])
-        if not others:
-            self._leave_out(new, "if", where)
-            return []
-        return [{"anyOf": [{"allOf": [new.pop("if"), then]}, {"allOf": [others, other]}]}]
-
-    def _dependent(self, new: Schema, where: str) -> list[Schema]:
-        """Remove the keywords that depend on a property. Return schemas that replace them."""
-        more = []
-        for key in DEPENDENT:
-            dependents = new.get(key)
-            if isinstance(dependents, Mapping) and not self._is_exact:
-                self._leave_out(new, key, where)
-            elif isinstance(dependents, Mapping):
-                for name, part in new.pop(key).items():
-                    names = part if isinstance(part, list) else []
-                    required = {"required": [name, *(other for other in names if other != name)]}
-                    present = required if isinstance(part, list) else {"allOf": [required, part]}
-                    more.append({"anyOf": [{"properties": {name: False}}, present]})
-        return more
 
     # keywords of objects
 
@@ -287,12 +214,15 @@ class _Writer:
         """Express propertyNames by other keywords of the object."""
         if "propertyNames" not in new:
             return
-        names, known = self._complement.resolved(new["propertyNames"]), new.get("properties", {})
+        names, known = new["propertyNames"], new.get("properties", {})
+        if isinstance(names, Mapping) and names.keys() & CONSTRAINING == {"$ref"}:
+            names = at_pointer(self._root, str(names["$ref"]))
         keywords = names.keys() & CONSTRAINING if isinstance(names, Mapping) else set()
         others = new.get("additionalProperties", True)
         may_list = "patternProperties" not in new and isinstance(known, Mapping)
         if may_list and keywords - {"type"} in ({"enum"}, {"const"}):
-            texts = [name for name in values_of(names) or () if isinstance(name, str)]
+            texts = [names["const"]] if "const" in names else names["enum"]
+            texts = [name for name in texts if isinstance(name, str)]
             allowed = [name for name in [*known, *texts] if name in texts]
             new["properties"] = {name: known.get(name, others) for name in allowed}
             new["additionalProperties"] = False
@@ -305,8 +235,11 @@ class _Writer:
         else:
             del new["propertyNames"]
 
-    def _close(self, new: Schema, *, is_alone: bool) -> None:
-        """Forbid properties that the schema does not name, unless a keyword or other schema may need them."""
+    def _close(self, new: Schema, may_close: bool) -> None:
+        """Forbid properties that the schema does not name, unless it needs them.
+
+        may_close: False if another keyword or schema may need them.
+        """
         names, required = new.get("properties", {}), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
@@ -314,35 +247,23 @@ class _Writer:
             raise UsageError(f"an object of the JSON schema has more than {_MAX_PROPERTIES:,} properties")
         least = new.get("minProperties", 0)
         fits = all(name in names for name in required) and isinstance(least, int) and least <= len(names)
-        if is_alone and fits and "properties" in new and not new.keys() & (IN_PLACE | _ON_UNNAMED):
+        if may_close and fits and "properties" in new:
             new["additionalProperties"] = False
 
     def _counts(self, new: Schema, where: str) -> None:
-        """Replace minProperties and maxProperties by other keywords.
+        """Leave out minProperties and maxProperties of an object with optional properties.
 
         llguidance would count only the properties that the schema does not name.
         """
-        least, most = new.get("minProperties", 0), new.get("maxProperties")
         names, required = new.get("properties"), new.get("required", [])
-        if not isinstance(names, Mapping) or not isinstance(least, int) or not (least or most is not None):
+        if not isinstance(names, Mapping):
             return
-        names = [name for name, part in names.items() if part is not False]
-        optional = [name for name in names if name not in required]
-        if not optional:
-            return
-        is_closed = new.get("additionalProperties") is False and "patternProperties" not in new
-        n_needed = least - len(required)
-        n_barred = len(names) - most if isinstance(most, int) else 0
-        for key, n, make in (("minProperties", n_needed, _required), ("maxProperties", n_barred, _barred)):
-            if key in new and is_closed and (n <= 0 or comb(len(optional), n) <= _MAX_CHOICES):
-                del new[key]
-                if n > 0:
-                    choices = [make(choice) for choice in combinations(optional, n)]
-                    new["allOf"] = [*listed(new, "allOf"), {"anyOf": choices}]
-            elif key in new:
+        optional = [name for name, part in names.items() if part is not False and name not in required]
+        for key in ("minProperties", "maxProperties") if optional else ():
+            if key in new:
                 self._leave_out(new, key, where)
 
-    def _parts(self, new: Schema, where: str, *, is_alone: bool, are_apart: bool) -> None:
+    def _parts(self, new: Schema, where: str, *, is_alone: bool) -> None:
         """Rewrite the subschemas."""
         keywords = new.keys() & CONSTRAINING
 
@@ -350,56 +271,37 @@ class _Writer:
             return self.schema(value, _inside(where, key), is_alone=is_alone)
 
         for key, value in [*new.items()]:
-            is_pure = is_alone and keywords == {key} and (key == "anyOf" or (key == "oneOf" and are_apart))
+            is_pure = is_alone and keywords == {key} and key in ("anyOf", "oneOf")
             if key in _MAPS and isinstance(value, Mapping):
                 of_names = is_alone or key in ("$defs", "definitions")
                 new[key] = {
                     name: subschema(f"{key}/{_escaped(name)}", part, of_names) for name, part in value.items()
                 }
             elif key in _LISTS and isinstance(value, list):
-                of_list = is_pure or (is_alone and key not in IN_PLACE)
+                of_list = is_pure or (is_alone and key not in _IN_PLACE)
                 new[key] = [subschema(f"{key}/{n}", part, of_list) for n, part in enumerate(value)]
             elif key in _SINGLE:
                 new[key] = subschema(key, value, is_alone)
+
+    def _numbers(self, new: Schema, where: str) -> None:
+        """Give integers both bounds, and leave out bounds that llguidance would round."""
+        are_integers = "integer" in _types(new) and "number" not in _types(new)
+        for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+            bound = new.get(key)
+            if isinstance(bound, bool) or not isinstance(bound, (int, float)) or abs(bound) < _MAX_EXACT:
+                continue
+            is_outer = (bound < 0) == key.endswith("inimum")
+            if are_integers and is_outer and abs(bound) > _GREATEST - (not key.startswith("exclusive")):
+                del new[key]  # _LEAST or _GREATEST is as narrow
+            else:
+                self._leave_out(new, key, where)
+        if are_integers and not new.keys() & {"enum", "const"}:
+            new |= {"minimum": new.get("minimum", _LEAST), "maximum": new.get("maximum", _GREATEST)}
 
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
-
-
-def _limit_numbers(new: Schema) -> None:
-    """Give integers both bounds, and replace bounds of numbers that llguidance does not support."""
-    types = [new["type"]] if isinstance(new.get("type"), str) else listed(new, "type")
-    are_integers = "integer" in types and "number" not in types
-    if are_integers and not new.keys() & {"enum", "const"}:
-        new |= {"minimum": new.get("minimum", _LEAST), "maximum": new.get("maximum", _GREATEST)}
-    # llguidance rounds the bounds of integers to 64 bits, but does not round bounds of other numbers
-    greatest = _GREATEST if are_integers else -_LEAST
-    for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
-        bound = new.get(key)
-        if isinstance(bound, (int, float)) and not isinstance(bound, bool) and abs(bound) >= _MAX_EXACT:
-            # an exclusive bound becomes an inclusive one: llguidance would round the integer beside it
-            del new[key]
-            beside = int(key.startswith("exclusive"))
-            if key.endswith("inimum"):
-                new["minimum"] = max(new.get("minimum", _LEAST), _rounded_up(bound, beside))
-            else:
-                most = -_rounded_up(-bound, beside)
-                most = greatest if bound - beside >= greatest else most
-                new["maximum"] = min(new.get("maximum", greatest), most)
-
-
-def _rounded_up(bound: float, more: int) -> int:
-    """Return the least integer from bound + more on that floating-point numbers hold exactly.
-
-    It is at least _LEAST. If it would be above -_LEAST, return 2**64, which no integer of 64 bits reaches.
-    """
-    bound = int(max(_LEAST - 1, min(bound, 2**64))) + more
-    if bound > -_LEAST:
-        return 2**64
-    near = max(float(bound), _LEAST)
-    return int(near if near >= bound else nextafter(near, inf))
 
 
 def _check_integers(value: Any) -> None:
@@ -414,17 +316,20 @@ def _check_integers(value: Any) -> None:
         )
 
 
-def _named(schema: Any) -> list[str]:
-    names = schema.get("properties") if isinstance(schema, Mapping) else None
-    return [*names] if isinstance(names, Mapping) else []
+def _types(schema: Schema) -> set[str]:
+    """Return the types that the keyword "type" lists."""
+    types = schema.get("type")
+    return (
+        {types}
+        if isinstance(types, str)
+        else {name for name in _listed(schema, "type") if isinstance(name, str)}
+    )
 
 
-def _required(names: Sequence[str]) -> Schema:
-    return {"required": [*names]}
-
-
-def _barred(names: Sequence[str]) -> Schema:
-    return {"properties": dict.fromkeys(names, False)}
+def _listed(schema: Schema, key: str) -> list[Any]:
+    """Return the list under a keyword, or [] if the keyword has no list."""
+    options = schema.get(key)
+    return options if isinstance(options, list) else []
 
 
 def _escaped(name: str) -> str:

@@ -100,25 +100,18 @@ def enforced(schema: Mapping[str, Any], *, strict: bool = False, drops_integers:
 # cached, because clients send the same tools with every request, and tools contain schemas
 @lru_cache(128)
 def _enforced(text: str, strict: bool, drops_integers: bool) -> Enforced:
-    schema = json.loads(text)
-    reason = ""
     try:
-        for is_exact in (True, False):
-            try:
-                new, left_out = rewritten(schema, is_exact=is_exact, drops_integers=drops_integers)
-            except UsageError as error:
-                reason = reason or str(error)
-                continue
-            if strict and left_out:
-                keyword, where = left_out[0]
-                raise Unenforced(f"the JSON schema's {keyword} cannot be enforced", where)
-            refusal = _refusal(new)
-            if not refusal:
-                return Enforced(new, sorted(set(left_out), key=lambda item: item.where))
-            reason = reason or f"the JSON schema cannot be enforced: {refusal}"
+        new, left_out = rewritten(json.loads(text), drops_integers=drops_integers)
+    except UsageError as error:
+        raise Unenforced(str(error)) from None
     except RecursionError:
         raise Unenforced("the JSON schema is nested too deeply") from None
-    raise Unenforced(reason)
+    if strict and left_out:
+        keyword, where = left_out[0]
+        raise Unenforced(f"the JSON schema's {keyword} cannot be enforced", where)
+    if refusal := _refusal(new):
+        raise Unenforced(f"the JSON schema cannot be enforced: {refusal}")
+    return Enforced(new, sorted(set(left_out), key=lambda item: item.where))
 
 
 def _refusal(schema: Mapping[str, Any]) -> str:

@@ -167,12 +167,6 @@ FITS = {
     "a backslash": {"pattern": r"^a\\b$"},
     "a number": {"type": "number", "minimum": -3, "exclusiveMaximum": 12},
     "a multiple": {"type": "integer", "minimum": 0, "maximum": 60, "multipleOf": 7},
-    "a least number of properties": {
-        "type": "object",
-        "properties": {"a": {"type": "null"}, "b": {"type": "null"}, "c": {"type": "null"}},
-        "additionalProperties": False,
-        "minProperties": 2,
-    },
     "a closed object and an open one": {
         "allOf": [
             {
@@ -187,20 +181,6 @@ FITS = {
         "type": "object",
         "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
         "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
-    },
-    "not": {"type": "string", "maxLength": 3, "not": {"enum": ["", "a", "ab"]}},
-    "a condition": {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "null"}},
-        "required": ["a"],
-        "if": {"properties": {"a": {"const": "x"}}},
-        "then": {"required": ["b"]},
-        "else": {"properties": {"b": False}},
-    },
-    "what depends": {
-        "type": "object",
-        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
-        "dependentRequired": {"a": ["b"]},
     },
     "names": {
         "type": "object",

@@ -443,13 +443,6 @@ PLANTED = {
         "is_alone = is_alone",
         ("llama/test_schemas.py",),
     ),
-    "llama, complements": Fault(
-        "what does not fit a list may have no item",
-        "kvtool/llama/complement.py",
-        '"items": [other], "minItems": 1}',
-        '"items": [other]}',
-        ("llama/test_schemas.py",),
-    ),
     "llama, patterns": Fault(
         "a set within a set of a pattern is one",
         "kvtool/llama/patterns.py",

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtool.llama.complement import CONSTRAINING
 from kvtool.llama.constraint import Vocabulary
+from kvtool.llama.rewriting import CONSTRAINING
 from kvtool.llama.rules import Rules, literal
 from kvtool.llama.schema import Enforced, json_texts
 from kvtool.serve.api.errors import ApiError
