@@ -31,57 +31,19 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("function_call", ("none", "auto"), "use tool_choice"),
     ("suffix", ("",), "kvtool only continues a text at its end; remove it"),
     # llama-server
-    ("input_prefix input_suffix", ("",), "put it into prompt"),
     ("image_data", ([],), _TEXT_ONLY),
     ("n_probs", (0,), "use logprobs"),
-    ("dynatemp_range", (0,), "use temperature"),
-    ("top_n_sigma", (-1, 0), "use min_p"),
-    ("adaptive_target", (-1, 0), "use min_p"),
-    ("min_keep", (0, 1), "remove it"),
-    (
-        "samplers",
-        ([], ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]),
-        "their order is fixed; remove it",
-    ),
-    ("n_keep", (-1, 0), "the policy decides which tokens stay; remove it"),
-    ("t_max_predict_ms", (-1, 0), "use max_tokens"),
-    ("lora response_fields", ([],), "remove it"),
-    ("n_indent", (0,), "remove it"),
-    ("post_sampling_probs return_tokens grammar_lazy", (False,), "remove it"),
     # vLLM
     ("bad_words", ([],), "ban single tokens by logit_bias"),
     ("min_tokens", (0,), "remove it"),
-    ("prompt_logprobs", (False,), "ask /v1/completions for echo and logprobs"),
-    ("truncate_prompt_tokens", (-1,), "the policy decides which tokens stay; remove it"),
-    ("skip_special_tokens", (True,), "remove it"),
-    ("chat_template chat_template_str instruction_template_str", ("",), "the model's own is used; remove it"),
-    ("documents logits_processors", ([],), "remove it"),
-    (
-        "use_beam_search include_stop_str_in_output return_token_ids return_tokens_as_token_ids",
-        (False,),
-        "remove it",
-    ),
-    # text-generation-webui and TGI
-    ("do_sample", (True,), "use a temperature of 0"),
-    ("mode", ("instruct",), "remove it"),
-    ("guidance_scale encoder_repetition_penalty tfs tfs_z", (1,), "remove it"),
-    ("dynatemp_low dynatemp_high", (1,), "use temperature"),
-    ("smoothing_factor top_a epsilon_cutoff eta_cutoff penalty_alpha", (0,), "use min_p"),
-    ("no_repeat_ngram_size", (0,), "use dry_multiplier"),
-    ("mirostat_mode", (0,), "use mirostat"),
-    ("max_tokens_second top_n_tokens truncate", (0,), "remove it"),
-    ("negative_prompt custom_token_bans tool_prompt guideline adapter_id", ("",), "remove it"),
-    ("grammar_string", ("",), "use grammar"),
-    ("sampler_priority", ([],), "their order is fixed; remove it"),
-    ("add_bos_token", (True,), "remove it"),
-    ("dynamic_temperature auto_max_new_tokens watermark return_full_text", (False,), "remove it"),
-    # Mistral, OpenRouter, Ollama
-    ("safe_prompt", (False,), "write it into the system prompt"),
-    ("random_seed", (), "use seed"),
-    ("plugins", ([],), "remove it"),
+    ("allowed_token_ids", ([],), "use a grammar"),
+    # these fields of vLLM, SGLang, text-generation-webui and Ollama say what the answer must fit
+    ("guided_json guided_json_object", ("", False), "use response_format"),
+    ("structured_outputs", ({},), "use response_format"),
+    ("guided_regex regex", ("",), "use response_format with a pattern"),
+    ("guided_choice", ([],), "use response_format with an enum"),
+    ("guided_grammar ebnf grammar_string", ("",), "use grammar"),
     ("format", ("",), "use response_format"),
-    ("raw", (False,), "use /v1/completions"),
-    ("template", ("",), "the model's own is used; remove it"),
 )
 """Fields that change answers of other servers and that kvtool does not support.
 
@@ -95,31 +57,15 @@ HARMLESS = frozenset(
     (
         # OpenAI
         *("user", "metadata", "safety_identifier", "prompt_cache_retention"),
-        # llama-server. The last two fields belong to two samplers that kvtool does not have. They do not
-        # matter, because a request that turns on one of these samplers is refused
-        *("n_cache_reuse", "timings_per_token", "sse_ping_interval"),
-        *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
-        *("dynatemp_exponent", "adaptive_decay"),
-        # vLLM
-        *("request_id", "cache_salt", "kv_transfer_params", "early_stopping"),
-        *("spaces_between_special_tokens", "add_special_tokens"),
-        # text-generation-webui and TGI
-        *("details", "smoothing_curve", "temperature_last", "truncation_length", "static_cache"),
-        *("prompt_lookup_num_tokens",),
-        # LM Studio, Ollama, OpenRouter
-        *("ttl", "draft_model", "keep_alive", "provider", "route", "models", "transforms", "usage"),
-        *("trace", "session_id", "debug"),
+        # llama-server, vLLM, LM Studio, Ollama, OpenRouter
+        *("timings_per_token", "request_id", "ttl", "keep_alive", "usage"),
         # Anthropic, Codex
-        *("context_management", "cache_control", "inference_geo", "client_metadata"),
+        *("context_management", "cache_control", "client_metadata"),
     )
 )
 """Fields of other servers that do not change the answer. They are ignored."""
 
 INERT = {
-    "id_slot": (-1,),
-    "length_penalty": (1,),
-    "prediction": (),
-    "priority": (0,),
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     # the policy decides which tokens of a long chat stay
