@@ -107,7 +107,7 @@ def answering(model, source, folder, policy="full", budget=64, **defaults):
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
         chats = ChatStore(folder, 10**9, {})
         renderings = Renderings(model, Template(source, "", "", model.markers))
-        rest = "forget", lambda chat: {"fixed": {}}, True, StepBatcher(ComputeLock(), 1)
+        rest = "forget", lambda chat: {"fixed": {}}, StepBatcher(ComputeLock(), 1)
         slot = Slot(Writer(engine, Sampler(model)), renderings, chats, *rest)
         with closing(chats):
             yield Answering(slot, Defaults(**defaults))

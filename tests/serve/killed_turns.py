@@ -57,7 +57,6 @@ class SlotServer:
             ChatStore(folder, 600_000, {}),
             "forget",
             lambda chat: {"fixed": {}},
-            pins=False,
             batcher=StepBatcher(ComputeLock(), 1),
         )
 

@@ -368,7 +368,8 @@ def test_stream_sends_its_events_in_order(monkeypatch):
     assert last["error"] == {"type": "overloaded_error", "message": "stopped"}
 
 
-def test_embeddings_are_refused_with_the_reason():
+def test_error_of_an_unknown_address_names_the_addresses_of_chats():
     answer = send("/v1/embeddings", "POST", body={"input": "x"})
     assert answer.status_code == 404
-    assert "gives no useful embeddings" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert message.startswith("no such address: /v1/embeddings; chats go to /v1/chat/completions")

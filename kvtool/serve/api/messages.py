@@ -167,12 +167,8 @@ def _content(value: object, where: str) -> str:
 def _calls(value: object, where: str) -> list[Message]:
     calls = []
     for i, each in enumerate(need(value, list, where)):
-        kind = "custom" if isinstance(each, dict) and each.get("type") == "custom" else "function"
-        at = f"{where}[{i}].{kind}"
-        given = need(each.get(kind) if isinstance(each, dict) else None, dict, at)
-        if kind == "custom":
-            # the input of a custom tool is a text; show it to the model as the only argument
-            given = {**given, "arguments": {"input": need_text(given, "input", at)}}
+        at = f"{where}[{i}].function"
+        given = need(each.get("function") if isinstance(each, dict) else None, dict, at)
         arguments = _arguments(given.get("arguments"), f"{at}.arguments")
         function = {"name": need_text(given, "name", at), "arguments": arguments}
         calls.append({"id": _id(each, "id", f"{where}[{i}]"), "type": "function", "function": function})

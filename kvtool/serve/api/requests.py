@@ -51,10 +51,6 @@ class Defaults:
         Seed of the sampler. None for a new random seed for each answer.
     system
         System prompt for chats that have none.
-    model
-        The only model name that requests may have. None to accept all names.
-    keep_headers
-        True to keep the header that Claude Code puts before a system prompt.
     thinking
         Effort and budget of thoughts.
     """
@@ -63,8 +59,6 @@ class Defaults:
     n_max: int | None = 2048
     seed: int | None = None
     system: str | None = None
-    model: str | None = None
-    keep_headers: bool = False
     thinking: ThinkingOptions = field(default_factory=ThinkingOptions)
 
 
@@ -82,8 +76,6 @@ class Request:
         Seed of the sampler. None for a random seed.
     stop_tokens
         Tokens that end the answer. They are not part of the answer.
-    allowed
-        The only tokens that the answer may have. Empty to allow all tokens.
     ignores_end
         True to continue after the model's end token.
     logprobs
@@ -111,7 +103,6 @@ class Request:
     n_max: int | None
     seed: int | None
     stop_tokens: tuple[int, ...]
-    allowed: tuple[int, ...]
     ignores_end: bool
     logprobs: int | None
     stream: bool
@@ -186,40 +177,18 @@ def check_chat(
 
     places: see `ClientPlaces.places`. Needed if the body was converted from a request to another API.
     """
-    places = dict(places or {})
+    places = places or {}
     try:
-        return _check_chat(_without_custom_tools(body, places), defaults, name, places)
+        return _check_chat(body, defaults, name, places)
     except ApiError as error:
         raise ClientPlaces(places).in_error(error) from None
-
-
-def _without_custom_tools(body: object, places: dict[str, str]) -> object:
-    """Return a body in which custom tools are unknown fields, so that the answer lists them as ignored.
-
-    Calls of custom tools are texts, not JSON. places: the places of tools that get another index are added.
-    """
-    given = body.get("tools") if isinstance(body, dict) else None
-    if not (isinstance(body, dict) and isinstance(given, list)):
-        return body
-    tools: list[object] = []
-    custom: dict[str, object] = {}
-    for i, tool in enumerate(given):
-        where = f"tools[{i}]"
-        if isinstance(tool, dict) and tool.get("type") == "custom":
-            custom[where] = tool
-        else:
-            if custom:
-                places[f"tools[{len(tools)}]"] = where
-            tools.append(tool)
-    return {**body, "tools": tools, **custom}
 
 
 def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
     fields = Fields(body)
     given = fields.pop("messages")
     checked = messages.check(given)
-    if not defaults.keep_headers:
-        messages.drop_header(checked)
+    messages.drop_header(checked)
     if defaults.system and all(message["role"] != "system" for message in checked):
         checked.insert(0, {"role": "system", "content": defaults.system})
     shift = len(given) - len(checked)
@@ -258,15 +227,13 @@ def _begun(fields: Fields, checked: list[Message]) -> str:
     Raises ApiError if the fields ask for a continuation but the last message cannot be continued, or if the
     fields contradict each other.
     """
-    # the second name is used by text-generation-webui
-    names = ("continue_final_message", "continue_")
-    given = [name for name in names if name in fields.left]
-    continues = all([fields.flag(name, True) for name in names])
+    name = "continue_final_message"
+    is_given, continues = name in fields.left, fields.flag(name, True)
     last = checked[-1]
     fits = last["role"] == "assistant" and "tool_calls" not in last and len(checked) > 1
-    if given and continues and not fits:
+    if is_given and continues and not fits:
         raise ApiError.at(
-            given[0], "needs a last message of the assistant, without calls, that follows another message"
+            name, "needs a last message of the assistant, without calls, that follows another message"
         )
     if not fields.flag("add_generation_prompt", True) and not (continues and fits):
         raise ApiError.at(
@@ -309,10 +276,11 @@ def _prompt(value: object) -> str | list[int]:
 
 def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     """Return the fields of `Request` except `logprobs` and `places`. Raises ApiError."""
-    for name in ("n", "n_cmpl", "best_of"):
+    for name in ("n", "best_of"):
         if (fields.whole(name, 1, 2**31 - 1) or 1) > 1:
             raise ApiError.at(name, "must be 1: kvtool writes one answer a request")
-    check_model(fields.text("model"), defaults)
+    # any name means the model that is served
+    fields.text("model")
     stream_options = fields.mapping("stream_options") or {}
     stream = fields.flag("stream")
     common = {
@@ -321,8 +289,7 @@ def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         "n_max": _n_max(fields, defaults.n_max),
         "seed": _seed(fields, defaults.seed),
         "stop_tokens": fields.tokens("stop_token_ids"),
-        "allowed": fields.tokens("allowed_token_ids"),
-        "ignores_end": any([fields.flag(name) for name in ("ignore_eos", "ban_eos_token")]),
+        "ignores_end": fields.flag("ignore_eos"),
         "stream": stream,
         "reuses": fields.flag("cache_prompt", True),
         "with_progress": fields.flag("return_progress") and stream,
@@ -338,20 +305,6 @@ def _n_max(fields: Fields, default: int | None) -> int | None:
     given = [fields.whole(name, -1, 2**31 - 1) for name in declared(GenerationOptions)["n"].request]
     n = next((n for n in given if n is not None), default)
     return None if n == -1 else n
-
-
-def check_model(name: str | None, defaults: Defaults) -> None:
-    """Raise ApiError if the server does not accept this model name.
-
-    If `defaults.model` is given, only this name, "default" and "kvtool" are accepted.
-    """
-    if name and defaults.model and name not in (defaults.model, "default", "kvtool"):
-        raise ApiError(
-            f"this server runs {defaults.model}, and not {shown(name)}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
 
 
 def _n_share(options: dict[str, Any] | None) -> int:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.anthropic import AnthropicBodies
@@ -144,7 +144,6 @@ def make(site: Site) -> Starlette:
         route("/v1/responses/input_tokens", _count_response, "POST"),
         route("/v1/messages", _messages, "POST"),
         route("/v1/messages/count_tokens", _count_message, "POST"),
-        route("/v1/embeddings", _embeddings, "POST"),
         route("/v1/models", _models),
         route("/v1/models/{name:path}", _model),
         route("/props", _props),
@@ -157,7 +156,7 @@ def make(site: Site) -> Starlette:
     ]
     if site.has_metrics:
         routes.append(route("/metrics", _metrics))
-    middleware = [gate.cors(site.limits), Middleware(_without_slash)]
+    middleware = [gate.cors(site.limits)]
     if site.log:
         middleware.insert(0, Middleware(AccessLog, say=site.log))
     handlers = {404: _no_route, 405: _no_route, Exception: _internal_error}
@@ -165,15 +164,6 @@ def make(site: Site) -> Starlette:
     # do not redirect, because a redirect would lead to any host that the client has named
     app.router.redirect_slashes = False
     return app
-
-
-def _without_slash(app: ASGIApp) -> ASGIApp:
-    """Return an application that removes slashes from the end of each path."""
-
-    async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
-
-    return called
 
 
 # answers
@@ -231,14 +221,6 @@ async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
         return await _unless_gone(http, site.threads.run(site.count, request))
     except ApiError as error:
         raise request.places.in_error(error) from None
-
-
-async def _embeddings(site: Site, http: HttpRequest) -> Response:
-    raise ApiError(
-        "a model that writes text gives no useful embeddings; serve an embedding model elsewhere",
-        status=404,
-        code="unsupported_endpoint",
-    )
 
 
 def _chat_request(
@@ -362,7 +344,6 @@ async def _models(site: Site, http: HttpRequest) -> Response:
 
 
 async def _model(site: Site, http: HttpRequest) -> Response:
-    requests.check_model(http.path_params["name"], site.defaults)
     return JSONResponse(_model_body(site))
 
 
@@ -398,26 +379,10 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
         raise wrong("content", "a string", content)
     adds_special = fields.flag("add_special") or fields.flag("add_special_tokens")
     parses_special = fields.flag("parse_special", True)
-    with_pieces = fields.flag("with_pieces")
-
-    def tokens() -> list[Any]:
-        assert site.tokenize
-        assert site.detokenize
-        plain = site.tokenize(content, adds_special, parses_special)
-        if not with_pieces:
-            return plain
-        return [{"id": each, "piece": _piece(site.detokenize([each]))} for each in plain]
-
+    assert site.tokenize
     # use other threads here and below, because long texts take time
-    return JSONResponse({"tokens": await _unless_gone(http, site.threads.run(tokens))})
-
-
-def _piece(data: bytes) -> str | list[int]:
-    """Return the text of a token. If it is not UTF-8, return a list of its bytes, as llama-server does."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)
+    work = site.threads.run(site.tokenize, content, adds_special, parses_special)
+    return JSONResponse({"tokens": await _unless_gone(http, work)})
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
