@@ -298,7 +298,7 @@ class Slot:
                 raise
             is_full = True
         is_cut = is_full or self.writer.is_cut
-        self._emit_piece(job, reply.end(self.writer.n_written, is_cut=is_cut))
+        self._emit_piece(job, reply.end(self.writer.n_written))
         return {
             "finish": reply.finish(is_cut),
             "stopped_by": self.writer.stopped_by,

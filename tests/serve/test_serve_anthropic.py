@@ -276,23 +276,6 @@ def test_errors_have_anthropics_format_and_status(capsys):
     assert sent("/v1/models", method="GET", headers=version, limits=Limits(("key",)))[0] == 401
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"a": "x, {}", "b": [1, {"c": null}]}', {"a": "x, {}", "b": [1, {"c": None}]}),
-        ("{", {}),
-        ('{"a": "x, ', {}),
-        ('{"a": "x", "b', {"a": "x"}),
-        ('{"a": "x\\', {}),
-        ('{"a": "\\"", "b": ["{", 12', {"a": '"', "b": ["{"]}),
-        ('{"a": [1, {"b": tr', {"a": [1, {}]}),
-        ('{"a": [1, {}, 2], "b', {"a": [1, {}, 2]}),
-    ],
-)
-def test_input_of_a_call_that_a_limit_cuts_has_its_complete_members(text, expected):
-    assert anthropic._input(text) == expected
-
-
 def test_stream_sends_its_events_in_order(monkeypatch):
     pings, ping = Semaphore(0), anthropic.AnthropicBodies.ping
 

@@ -89,9 +89,11 @@ def test_undecodable_body_is_refused_with_the_reason():
         (b"{{", "the body is not JSON"),
         (b"\xff", "not UTF-8 at byte 0"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"a": NaN}', "not finite"),
+        (b'{"a": 1e999}', "not finite"),
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
     ],
-    ids=["broken", "not UTF-8", "digits", "deep"],
+    ids=["broken", "not UTF-8", "digits", "NaN", "infinity", "deep"],
 )
 def test_unparsable_body_is_refused_with_the_reason(body, words):
     status, said, _ = post(body)

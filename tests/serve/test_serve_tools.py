@@ -141,8 +141,8 @@ def test_calls_and_results_of_all_clients_are_normalized():
     now = {"function": {"name": "now"}, "id": None}
     reply, *results = checked(
         calling(call({"city": "\u00c5rhus", "days": 2}), call('{"city": "Oslo"}', id=""), now),
-        result("Noon.", name="now"),
         result("Rain."),
+        result("Noon.", tool_call_id="call_3"),
         result("Snow.", tool_call_id=""),
     )
     assert reply["tool_calls"] == [
@@ -161,11 +161,11 @@ def test_calls_and_results_of_all_clients_are_normalized():
     chat = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
     *_, later, last = checked(*chat)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
-    # in Ollama's format, a result has the tool's name instead of the call's id
-    _, second, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
+    # a result without an id belongs to the next call that waits
+    _, second, third = checked(calling(call("{}", id="x"), now), result("a", tool_call_id="x"), result("b"))
     assert [(each["tool_call_id"], each["content"]) for each in (second, third)] == [
-        ("x", "b"),
-        ("call_2", "a"),
+        ("x", "a"),
+        ("call_2", "b"),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
-from kvtool.serve.api.messages import loaded
 from kvtool.serve.api.requests import MAX_STOPS
 from kvtool.serve.events import End, PromptCounts
 
@@ -34,9 +32,6 @@ _KINDS = {
     529: "overloaded_error",
 }
 """HTTP statuses, mapped to Anthropic's types of errors."""
-
-_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\],]', re.S)
-"""A string in JSON, which may be cut, or a character that begins, ends or separates members."""
 
 
 def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
@@ -301,7 +296,7 @@ class AnthropicBodies(AnswerBodies):
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", []):
-            content.append(_call_block(call) | {"input": _input(call["function"]["arguments"])})
+            content.append(_call_block(call) | {"input": json.loads(call["function"]["arguments"])})
         usage = self._usage(end, end["n_written"])
         return self._common | {"content": content, **_stop(end), "usage": usage, **self._kvtool(end)}
 
@@ -383,23 +378,6 @@ class AnthropicBodies(AnswerBodies):
 
 def _call_block(call: Body) -> Body:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-
-
-def _input(arguments: str) -> Any:
-    """Return the arguments of a call. If a limit has cut their JSON, return the members that are complete."""
-    value = loaded(arguments)
-    if isinstance(value, dict):
-        return value
-    # index after the last complete member, and the brackets that close what is open there
-    end, closing = 0, ""
-    for part in _JSON_PART.finditer(arguments):
-        if part[0] in ("{", "["):
-            closing = {"{": "}", "[": "]"}[part[0]] + closing
-        elif part[0] in ("}", "]"):
-            closing = closing[1:]
-        if not part[0].startswith('"'):
-            end = part.start() if part[0] == "," else part.end()
-    return loaded(arguments[:end] + closing)
 
 
 def _stop(end: End) -> Body:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
-import re
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from kvtool.serve.api.errors import ApiError
 
@@ -76,18 +75,29 @@ INERT = {
 If a request has another value, the answer lists the field as ignored.
 """
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_ESCAPE = re.compile(
-    r"(\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]XX\\u[dD][c-fC-F]XX)|\\u[dD][89a-fA-F]XX".replace(
-        "XX", "[0-9a-fA-F]{2}"
-    )
-)
-"""Matches an escape in JSON. Group 1 is the escape, or None for a lone surrogate (half of a character)."""
+
+def loads(text: str, **how: Any) -> Any:
+    """Parse JSON with `json.loads(text, **how)`. Halves of characters (lone surrogates) become U+FFFD.
+
+    Strings with lone surrogates cannot be encoded. Raises ValueError, and RecursionError for deep nesting.
+    """
+    value = json.loads(text, **how)
+    # a text that can be encoded has lone surrogates only as escapes
+    if "\\u" in text:
+        written = json.dumps(value, ensure_ascii=False)
+        try:
+            written.encode()
+        except UnicodeEncodeError:
+            return json.loads(written.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return value
 
 
-def without_lone_surrogates(text: str) -> str:
-    """Replace lone surrogates in a JSON text by U+FFFD, because strings with them cannot be encoded."""
-    return _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text) if _SURROGATE.search(text) else text
+def finite(text: str) -> float:
+    """Return the number of a text. Raises ValueError for NaN and infinity, which JSON does not have."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def parsed(data: bytes) -> Any:
@@ -95,17 +105,16 @@ def parsed(data: bytes) -> Any:
     # no other thread runs during `loads`, and with garbage collection it may take five times as long
     gc.disable()
     try:
-        text = without_lone_surrogates(data.decode("utf-8-sig"))
-        body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+        body = loads(data.decode("utf-8-sig"), parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8 at byte {error.start}") from None
-    except (json.JSONDecodeError, _NotJson) as error:
+    except json.JSONDecodeError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     except ValueError:
         # Python refuses to parse a number that has thousands of digits
-        raise ApiError("the body has a number of too many digits") from None
+        raise ApiError("the body has a number that is not finite or has too many digits") from None
     finally:
         gc.enable()
     _check_depth(body)
@@ -124,21 +133,6 @@ def _check_depth(body: object) -> None:
 
 def _too_deep() -> ApiError:
     return ApiError(f"the body is nested too deeply; the most are {MAX_DEPTH} levels")
-
-
-class _NotJson(ValueError):
-    """Raised for a number that JSON does not allow (NaN, Infinity), or that is too large."""
-
-
-def _not_json(name: str) -> NoReturn:
-    raise _NotJson(f"{name} is no JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise _NotJson("a number is too large")
-    return value
 
 
 class Fields:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, without_lone_surrogates, wrong
+from kvtool.serve.api.fields import kind_of, loads, need, need_text, optional, shown, wrong
 
 Message = dict[str, Any]
 
@@ -81,32 +80,34 @@ def _thought(given: Message) -> str:
 def _match_results(messages: list[Message]) -> None:
     """Give ids to calls and results without an id, and sort results by the order of their calls.
 
-    Only results without other messages between them are sorted. Results that belong to no call keep their
-    places. Raises ApiError for a result without an id if no call waits for a result.
+    A result without an id belongs to the next call that waits for a result. Only results without other
+    messages between them are sorted. Results that belong to no call keep their places. Raises ApiError for a
+    result without an id if no call waits for a result.
     """
-    calls: list[Message] = []
-    waiting = _Waiting(calls)
-    n = 0
+    n_call = 0
+    # for each id of the last reply's calls, the numbers of the calls that wait for a result
+    waiting: dict[str, deque[int]] = {}
+    ids = iter(list[str]())
     # indices of the latest results in `messages`, and for each of them the number of its call
     numbers: dict[int, int] = {}
     for i, message in enumerate(messages):
-        for call in message.get("tool_calls", ()):
-            n += 1
-            call["id"] = call["id"] or f"call_{n}"
-        if "tool_calls" in message:
-            calls = message["tool_calls"]
-            waiting = _Waiting(calls)
         if message["role"] != "tool":
             _sort(messages, numbers)
             numbers = {}
+            if "tool_calls" in message:
+                waiting = {}
+                for number, call in enumerate(message["tool_calls"]):
+                    n_call += 1
+                    call["id"] = call["id"] or f"call_{n_call}"
+                    waiting.setdefault(call["id"], deque()).append(number)
+                ids = iter([call["id"] for call in message["tool_calls"]])
             continue
-        id = message["tool_call_id"]
-        number = waiting.pop(id, message.get("name"))
-        if number is not None:
-            message["tool_call_id"] = calls[number]["id"]
-            numbers[i] = number
-        elif not id:
+        id = message["tool_call_id"] or next((id for id in ids if waiting[id]), None)
+        if not id:
             raise ApiError.at(f"messages[{i}].tool_call_id", "is missing, and no call waits for a result")
+        message["tool_call_id"] = id
+        if waiting.get(id):
+            numbers[i] = waiting[id].popleft()
     _sort(messages, numbers)
 
 
@@ -115,35 +116,6 @@ def _sort(messages: list[Message], numbers: Mapping[int, int]) -> None:
     ordered = [messages[i] for i in sorted(numbers, key=numbers.__getitem__)]
     for i, message in zip(numbers, ordered, strict=True):
         messages[i] = message
-
-
-class _Waiting:
-    """The calls of a reply that wait for a result."""
-
-    def __init__(self, calls: list[Message]) -> None:
-        self._left = set(range(len(calls)))
-        # for each pair (id, name): numbers of the calls that it fits; None stands for any id or name
-        self._numbers: dict[tuple[str | None, str | None], deque[int]] = {}
-        for number, call in enumerate(calls):
-            for key in product((call["id"], None), (call["function"]["name"], None)):
-                self._numbers.setdefault(key, deque()).append(number)
-
-    def pop(self, id: str | None, name: str | None) -> int | None:
-        """Remove the call to which a result belongs, and return its number. Return None if there is no call.
-
-        The result belongs to the first call that has its id and its name. If no call has both, it belongs to
-        the first call that has its id.
-
-        id, name: id and name of the result; None fits every call.
-        """
-        for key in ((id, name), (id, None)):
-            numbers = self._numbers.get(key, deque())
-            while numbers:
-                number = numbers.popleft()
-                if number in self._left:
-                    self._left.remove(number)
-                    return number
-        return None
 
 
 def _content(value: object, where: str) -> str:
@@ -193,6 +165,6 @@ def loaded(text: str) -> Any:
     Lone surrogates become U+FFFD.
     """
     try:
-        return json.loads(without_lone_surrogates(text))
+        return loads(text)
     except (ValueError, RecursionError):
         return text

@@ -10,7 +10,6 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, need_text, shown, wrong
-from kvtool.serve.api.messages import loaded
 from kvtool.serve.events import End
 
 _STORED = ("previous_response_id", "conversation")
@@ -331,9 +330,7 @@ class ResponseBodies(AnswerBodies):
     def _call_item(self, call: Body) -> Body:
         function = call["function"]
         name = self._namespaced.get(function["name"], {"name": function["name"]})
-        # a limit may have cut the arguments, which are then no JSON
-        status = "completed" if isinstance(loaded(function["arguments"]), dict) else "incomplete"
-        item = {"id": _id("fc"), "type": "function_call", "status": status, "call_id": call["id"]}
+        item = {"id": _id("fc"), "type": "function_call", "status": "completed", "call_id": call["id"]}
         return {**item, **name, "arguments": function["arguments"]}
 
     def _response(self, end: End) -> Body:
