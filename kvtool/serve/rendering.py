@@ -324,7 +324,7 @@ class Rendering:
         """
         output_format = request.output_format
         plain = self.template.tags.plain if self.may_call(request) else ""
-        call_rules = CallRules(Vocabulary.of(self._model), self.format, plain)
+        call_rules = CallRules(Vocabulary.of(self._model), self.format, plain, request.schema_places)
         if request.choice.kind == "required":
             if output_format:
                 raise ApiError(

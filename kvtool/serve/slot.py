@@ -154,7 +154,7 @@ class Slot:
         conversation, tools = resumer.conversation, _tools_in_prompt(request)
         rendering, remarks = self._rendering(request)
         rules, unenforced = rendering.rules(request)
-        self._remarks = [*map(request.places.in_text, [*remarks, *unenforced])]
+        self._remarks = [*remarks, *unenforced]
         resumer.use(rendering)
         conversation.thought_budget = request.thinking.budget
         conversation.may_call = rendering.may_call(request)

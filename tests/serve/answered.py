@@ -24,10 +24,8 @@ from kvtool.serve.store.chats import ChatStore
 def checked(body, api="chat", defaults=None):
     """Check the body of a request. `api` is "chat", "messages" or "responses"."""
     defaults = defaults or Defaults()
-    if api == "chat":
-        return requests.check_chat(body, defaults)
-    body, places = {"messages": anthropic, "responses": responses}[api].as_chat(body)
-    return requests.check_chat(body, defaults, places=places)
+    given = {"chat": requests, "messages": anthropic, "responses": responses}[api].as_chat(body)
+    return requests.check_chat(given, defaults)
 
 
 class Answering:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from datetime import datetime
-from functools import partial
 
 import pytest
 
 from kvtool.llama.sampling import MAX_LOOK_BACK
 from kvtool.serve.api import requests
-from kvtool.serve.api.errors import ApiError, ClientPlaces
+from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import HARMLESS, INERT, NEUTRAL
 from kvtool.serve.api.requests import Defaults
-from kvtool.serve.queue import Job, answer
 from kvtool.serve.tools.formats import HERMES
 from tests.serve.answered import checked
 from tests.serve.asking import message, pieces_of
@@ -272,64 +269,24 @@ def test_errors_of_responses_name_fields_of_that_api(fields, param):
     assert caught.value.message.startswith(param)
 
 
-def test_later_errors_name_the_message_as_the_client_numbers_it():
-    system = Defaults(system="Be brief.")
-    refused = ApiError("messages[1], of role user: no", param="messages[1]")
-    # the server's system prompt is messages[0] of the chat, so messages[1] is the client's messages[0]
-    assert chat(system).places.in_error(refused).param == "messages[0]"
-    of_system = ApiError("x", param="messages[0]")
-    assert chat(system).places.in_error(of_system).param == "the server's system prompt"
-    several = chat(messages=[message("system", "One."), message("system", "Two."), *HI])
-    assert several.places.in_error(refused).message == "messages[2], of role user: no"
-    result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
-    asked = [message("user", [result, {"type": "text", "text": "So?"}])]
-    body = {"system": "Be.", "messages": asked, "max_tokens": 5}
-    request = checked(body, "messages")
-    # the chat has three messages: the system prompt, the result and the user's text
-    assert request.places.in_error(refused).param == "messages[0].content[0]"
-    assert request.places.in_error(ApiError("x", param="messages[2]")).param == "messages[0]"
-    tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
-    request = checked(body | {"tools": tools}, "messages")
-    error = ApiError("tools[0].function.parameters: no", param="tools[0].function.parameters.x")
-    assert request.places.in_error(error).param == "tools[1].input_schema.x"
-    assert request.places.in_error(error).message == "tools[1].input_schema: no"
-
-
-class Unlisted(dict):
-    """A dict whose keys can be looked up, but not iterated over."""
-
-    def __iter__(self):
-        raise AssertionError
-
-
-def test_client_places_are_found_without_iterating():
-    tool = "messages[1].tool_calls[0].function"
-    places = ClientPlaces(Unlisted({"messages[1]": "input[3]", tool: "input[4]", "stop": "stops"}))
-    for text, translated in (
-        ("messages[1].content[0]: no", "input[3].content[0]: no"),
-        (f"{tool}.arguments.x.y", "input[4].arguments.x.y"),
-        ("messages[10], messages[1]", "messages[10], input[3]"),
-        ("stops, x.stop, stop", "stops, x.stop, stops"),
+def test_errors_name_the_message_and_the_tool_as_the_client_numbers_them():
+    system, bad = Defaults(system="Be brief."), message("user", 5)
+    # the server's system prompt, and system messages that are joined, do not change the numbers
+    for defaults, talk, param in (
+        (system, [*HI, bad], "messages[1].content"),
+        (None, [message("system", "One."), message("system", "Two."), bad], "messages[2].content"),
     ):
-        assert places.in_text(text) == translated
-
-
-def test_errors_with_untranslatable_places_reach_the_client():
-    def error_for(request, message):
-        async def answered():
-            job = Job(request, "me")
-            answer(job, partial(refuse, ApiError(message)))
-            return (await job.next_event())["error"]
-
-        return asyncio.run(answered())
-
-    def refuse(error, job):
-        raise error
-
-    long = f"messages[{'9' * 5000}] is no type"
-    assert error_for(chat(Defaults(system="Be brief.")), long).message == long
-    # places cannot be translated, because there is no request
-    assert error_for(None, "x").status == 500
+        with pytest.raises(ApiError) as caught:
+            chat(defaults, messages=talk)
+        assert caught.value.param == param
+    tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
+    request = checked({"messages": HI, "max_tokens": 5, "tools": tools}, "messages")
+    assert request.schema_places == ["tools[1].input_schema"]
+    tools = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [{"name": "f"}]}]
+    assert checked({"input": "x", "tools": tools}, "responses").schema_places == [
+        "tools[1].tools[0].parameters"
+    ]
+    assert chat(tools=[tool("f")]).schema_places == ["tools[0].function.parameters"]
 
 
 @pytest.fixture(scope="module")

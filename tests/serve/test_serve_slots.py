@@ -55,7 +55,7 @@ class Asked:
             "logit_bias": {"2": -100},
             **more,
         }
-        self.request = requests.check_chat(body, Defaults())
+        self.request = requests.check_chat(requests.as_chat(body), Defaults())
         self.client = str(next(NUMBER))
         self.prompt_counts, self.end, self.is_cancelled = None, None, False
         self.events, self._seen, self._is_over = [], seen, threading.Event()

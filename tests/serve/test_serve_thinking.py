@@ -216,6 +216,13 @@ def test_answer_remarks_fields_that_the_template_does_not_support(serve, source,
     assert actual.startswith(remark.replace("#", "the model's chat template"))
 
 
+def test_chat_that_the_template_refuses_gets_the_templates_message(serve):
+    picky = serve("{% if messages[-1].content == 'x' %}{{ raise_exception('not x') }}{% endif %}" + PLAIN)
+    with pytest.raises(ApiError, match=r"^the model's chat template fails \(not x\)$") as raised:
+        picky([USER[0] | {"content": "x"}], "Yes.")
+    assert (raised.value.status, raised.value.code) == (400, "chat_template")
+
+
 def test_variables_with_which_the_template_fails_are_refused(serve):
     failing = serve("{% if effort == 'deep' %}{{ raise_exception('no such effort') }}{% endif %}" + PLAIN)
     with pytest.raises(ApiError) as raised:

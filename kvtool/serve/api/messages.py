@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
@@ -18,20 +18,27 @@ MAX_MESSAGES = 100_000
 """Maximum number of messages of a request."""
 
 
-def check(value: object) -> list[Message]:
+def listed(value: object) -> list[tuple[str, object]]:
+    """Return (path in the request, message) for each message of a request. Raises ApiError."""
+    given = need(value, list, "messages")
+    if not given:
+        raise ApiError.at("messages", "must have at least one message")
+    return [(f"messages[{i}]", each) for i, each in enumerate(given)]
+
+
+def check(given: Sequence[tuple[str, object]]) -> list[Message]:
     """Return the messages of a request in the form that templates expect. Raises ApiError.
 
     If a content is a list of parts, it becomes one text. The role "developer" becomes "system". System
     messages at the beginning are joined, because many templates accept only one. Calls and results without an
     id get an id. Results are sorted by the order of their calls, because many templates do not show ids.
+
+    given: pairs (path in the request, message).
     """
-    given = need(value, list, "messages")
-    if not given:
-        raise ApiError.at("messages", "must have at least one message")
     if len(given) > MAX_MESSAGES:
-        raise ApiError.at("messages", f"has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
-    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
-    _match_results(messages)
+        raise ApiError(f"the request has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
+    messages = [_message(each, where) for where, each in given]
+    _match_results(messages, [where for where, _ in given])
     n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
     if n > 1:
         content = "\n\n".join(each["content"] for each in messages[:n])
@@ -56,7 +63,7 @@ def _message(value: object, where: str) -> Message:
         right = ", ".join(_ROLES)
         raise ApiError.at(f"{where}.role", f"must be one of {right}, got {shown(role)}")
     message: Message = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(given.get("content"), f"{where}.content")
+    message["content"] = content_of(given.get("content"), f"{where}.content")
     if role == "assistant" and given.get("tool_calls"):
         message["tool_calls"] = _calls(given["tool_calls"], f"{where}.tool_calls")
     if role == "assistant" and (thought := _thought(given)):
@@ -77,12 +84,14 @@ def _thought(given: Message) -> str:
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def _match_results(messages: list[Message]) -> None:
+def _match_results(messages: list[Message], places: Sequence[str]) -> None:
     """Give ids to calls and results without an id, and sort results by the order of their calls.
 
     A result without an id belongs to the next call that waits for a result. Only results without other
     messages between them are sorted. Results that belong to no call keep their places. Raises ApiError for a
     result without an id if no call waits for a result.
+
+    places: path of each message in the request.
     """
     n_call = 0
     # for each id of the last reply's calls, the numbers of the calls that wait for a result
@@ -104,7 +113,7 @@ def _match_results(messages: list[Message]) -> None:
             continue
         id = message["tool_call_id"] or next((id for id in ids if waiting[id]), None)
         if not id:
-            raise ApiError.at(f"messages[{i}].tool_call_id", "is missing, and no call waits for a result")
+            raise ApiError.at(places[i], "is a result without an id, and no call waits for a result")
         message["tool_call_id"] = id
         if waiting.get(id):
             numbers[i] = waiting[id].popleft()
@@ -118,7 +127,8 @@ def _sort(messages: list[Message], numbers: Mapping[int, int]) -> None:
         messages[i] = message
 
 
-def _content(value: object, where: str) -> str:
+def content_of(value: object, where: str) -> str:
+    """Return the text of a content, which is a text, a list of parts or null. Raises ApiError."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -141,14 +151,14 @@ def _calls(value: object, where: str) -> list[Message]:
     for i, each in enumerate(need(value, list, where)):
         at = f"{where}[{i}].function"
         given = need(each.get("function") if isinstance(each, dict) else None, dict, at)
-        arguments = _arguments(given.get("arguments"), f"{at}.arguments")
+        arguments = arguments_of(given.get("arguments"), f"{at}.arguments")
         function = {"name": need_text(given, "name", at), "arguments": arguments}
         calls.append({"id": _id(each, "id", f"{where}[{i}]"), "type": "function", "function": function})
     return calls
 
 
-def _arguments(value: object, where: str) -> str:
-    """Return the arguments of a call as JSON text. Clients may send JSON text or an object."""
+def arguments_of(value: object, where: str) -> str:
+    """Return the arguments of a call, which are an object or its JSON text, as JSON text. Raises ApiError."""
     if not isinstance(value, str | dict | None):
         raise wrong(where, "an object, or its JSON as a string", value)
     return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)

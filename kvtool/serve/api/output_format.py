@@ -83,13 +83,15 @@ def remarks_of(schema: Enforced, where: str) -> list[str]:
     return [f"{_place(where, each.where)}: {each.keyword} cannot be enforced" for each in listed]
 
 
-def check(fields: Fields) -> OutputFormat | None:
+def check(fields: Fields, given: OutputFormat | None = None) -> OutputFormat | None:
     """Return the output format that a request asks for, or None.
 
     Raises ApiError if the format is wrong, or if the request has two formats.
+
+    given: the format in a field that only one API has.
     """
-    formats = []
-    if response_format := _of_response_format(fields.mapping("response_format")):
+    formats = [given] if given else []
+    if response_format := of_response_format(fields.mapping("response_format"), "response_format"):
         formats.append(response_format)
     if (schema := fields.mapping("json_schema")) is not None:
         formats.append(OutputFormat("schema", schema, "json_schema"))
@@ -101,20 +103,25 @@ def check(fields: Fields) -> OutputFormat | None:
     return formats[0] if formats else None
 
 
-def _of_response_format(given: dict[str, Any] | None) -> OutputFormat | None:
-    """Return the output format in OpenAI's response_format."""
+def of_response_format(
+    given: dict[str, Any] | None, where: str, *, is_flat: bool = False
+) -> OutputFormat | None:
+    """Return the output format in OpenAI's response_format. Raises ApiError.
+
+    where: path of the field in the request. is_flat: True if the schema is in the field itself.
+    """
     if given is None:
         return None
     kind = given.get("type")
     if kind == "json_object":
-        where = "response_format.schema"
-        return OutputFormat("schema", need(given.get("schema") or _ANY_OBJECT, dict, where), where)
+        at = f"{where}.schema"
+        return OutputFormat("schema", need(given.get("schema") or _ANY_OBJECT, dict, at), at)
     if kind == "json_schema":
-        inner, where = given.get("json_schema"), "response_format.json_schema"
+        at, inner = (where, given) if is_flat else (f"{where}.json_schema", given.get("json_schema"))
         inner = inner if isinstance(inner, dict) else {}
-        schema = need(inner.get("schema"), dict, f"{where}.schema")
-        strict = optional(inner.get("strict"), bool, f"{where}.strict")
-        return OutputFormat("schema", schema, f"{where}.schema", strict=bool(strict))
+        schema = need(inner.get("schema"), dict, f"{at}.schema")
+        strict = optional(inner.get("strict"), bool, f"{at}.strict")
+        return OutputFormat("schema", schema, f"{at}.schema", strict=bool(strict))
     if kind == "text":
         return None
-    raise ApiError.at("response_format.type", f"must be text, json_object or json_schema, got {shown(kind)}")
+    raise ApiError.at(f"{where}.type", f"must be text, json_object or json_schema, got {shown(kind)}")

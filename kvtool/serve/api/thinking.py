@@ -15,7 +15,7 @@ from kvtool.serve.api.fields import Fields, need, shown
 _KINDS = {"enabled": ON, "disabled": OFF, "adaptive": None, "auto": None}
 """Values of thinking.type, mapped to efforts. None means that the template decides."""
 
-_GROUPS = ("thinking", "reasoning")
+_GROUPS = ("thinking", "reasoning", "output_config")
 """Objects such as {"type": "enabled", "budget_tokens": 1024} or {"effort": "high"}."""
 
 _BUDGETS = ("thinking_budget", "reasoning_budget", "thinking.budget_tokens", "reasoning.max_tokens")
@@ -118,6 +118,7 @@ _EFFORTS: dict[str, Callable[[object, str], str | None]] = {
     "reasoning.enabled": _switch,
     "reasoning.effort": _level,
     "reasoning_effort": _level,
+    "output_config.effort": _level,
 }
 """Fields that set the effort, each with the function that reads it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from kvtool.serve.api.anthropic import AnthropicBodies
 from kvtool.serve.api.completions import AnswerBodies, Body, CompletionBodies
 from kvtool.serve.api.errors import ApiError, internal_error
 from kvtool.serve.api.fields import Fields, wrong
-from kvtool.serve.api.requests import ChatRequest, Defaults, Request
+from kvtool.serve.api.requests import ChatRequest, Defaults, GivenChat, Request
 from kvtool.serve.api.responses import ResponseBodies
 from kvtool.serve.events import End, Event
 from kvtool.serve.http import gate, metrics, page
@@ -170,7 +170,9 @@ def make(site: Site) -> Starlette:
 
 
 async def _chat_completions(site: Site, http: HttpRequest) -> Response:
-    request = await gate.checked(site.limits, http, lambda body: _chat_request(site, http, body))
+    request = await gate.checked(
+        site.limits, http, lambda body: _chat_request(site, http, requests.as_chat(body))
+    )
     bodies = CompletionBodies("chat", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
@@ -183,7 +185,7 @@ async def _completions(site: Site, http: HttpRequest) -> Response:
 
 async def _responses(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
-        request = _chat_request(site, http, *responses.as_chat(body))
+        request = _chat_request(site, http, responses.as_chat(body))
         return request, ResponseBodies(site.model, site.policy, body)
 
     return await _answer(site, http, *await gate.checked(site.limits, http, check))
@@ -191,7 +193,7 @@ async def _responses(site: Site, http: HttpRequest) -> Response:
 
 async def _messages(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
-        request = _chat_request(site, http, *anthropic.as_chat(body))
+        request = _chat_request(site, http, anthropic.as_chat(body))
         return request, AnthropicBodies(site.model, site.policy, body, http.state.id)
 
     return await _answer(site, http, *await gate.checked(site.limits, http, check))
@@ -199,7 +201,7 @@ async def _messages(site: Site, http: HttpRequest) -> Response:
 
 async def _count_response(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> ChatRequest:
-        return _chat_request(site, http, *responses.as_chat(body))
+        return _chat_request(site, http, responses.as_chat(body))
 
     n = await _counted(site, http, await gate.checked(site.limits, http, check))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
@@ -207,7 +209,7 @@ async def _count_response(site: Site, http: HttpRequest) -> Response:
 
 async def _count_message(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> ChatRequest:
-        return _chat_request(site, http, *anthropic.as_chat(body, is_counted=True))
+        return _chat_request(site, http, anthropic.as_chat(body, is_counted=True))
 
     n = await _counted(site, http, await gate.checked(site.limits, http, check))
     return JSONResponse({"input_tokens": n})
@@ -216,17 +218,12 @@ async def _count_message(site: Site, http: HttpRequest) -> Response:
 async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
     """Return the number of tokens of a chat's prompt. Raises ApiError."""
     assert site.count
-    try:
-        # use another thread, because rendering a chat takes time
-        return await _unless_gone(http, site.threads.run(site.count, request))
-    except ApiError as error:
-        raise request.places.in_error(error) from None
+    # use another thread, because rendering a chat takes time
+    return await _unless_gone(http, site.threads.run(site.count, request))
 
 
-def _chat_request(
-    site: Site, http: HttpRequest, body: object, places: Mapping[str, str] | None = None
-) -> ChatRequest:
-    return requests.check_chat(body, site.defaults, http.headers.get("x-session-id"), places)
+def _chat_request(site: Site, http: HttpRequest, given: GivenChat) -> ChatRequest:
+    return requests.check_chat(given, site.defaults, http.headers.get("x-session-id"))
 
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnswerBodies) -> Response:
