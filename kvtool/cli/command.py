@@ -28,7 +28,7 @@ _HELP = ("help", "version", "install_completion", "show_completion")
 
 _METAVARS = {"<str>": "TEXT", "<path>": "FILE"}
 
-_EARLIER = ("--png", "--type-k", "--type-v")
+_EARLIER = ("--type-k", "--type-v")
 """Former names of options. They still work, but the help and the documents do not show them."""
 
 _WIDEST = 32

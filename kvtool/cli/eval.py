@@ -115,7 +115,6 @@ class _EvalOptions(Options):
         "--records FILE", None, "Append the record of each answered item to this file, one JSON line each."
     )
     resume: bool = option("--resume", False, "Continue the file of --records: ask only the missing items.")
-    plot: Path | None = option("--plot PNG", None, "Draw the summary as a heat map into this picture.")
 
 
 @options
@@ -158,10 +157,6 @@ def evaluate(
     output.check_packages(task, chosen.packages, "eval")
     files, empty = _files(task, chosen, files or [])
     records_path = output.records_path(args.records, args.resume)
-    if args.plot and len(chosen.by) != 2:
-        raise UsageError(f"{task} has no heat map; leave out --plot")
-    output.check_apart(("--records", records_path), ("--plot", args.plot))
-    output.check_picture(args.plot)
     # check the temperature and the seed before the model is downloaded
     _check_drawing(sampler, chosen, task)
 
@@ -203,7 +198,7 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         _measure(chosen, results, reader, len(items), as_json=as_json)
-    _finish(chosen, results, args.plot, as_json=as_json)
+    _finish(chosen, results, as_json=as_json)
 
 
 def _check_none_typed(*given: Options) -> None:
@@ -433,7 +428,7 @@ def _in_short(found: Sequence[Record]) -> str:
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
 
 
-def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: bool) -> None:
+def _finish(task: Task, results: TaskResults, *, as_json: bool) -> None:
     from kvtool.tasks import results as of_items
 
     means = of_items.means(results.records)
@@ -462,8 +457,6 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
         typer.echo(json_text({**results.about, **record}))
     else:
         _print(task, results, means, groups, compared)
-    if plot:
-        _plot(task, results, groups, next(iter(means), ""), plot)
 
 
 def _items(n: int) -> str:
@@ -544,23 +537,3 @@ def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[M
     """
     down, across = (sorted({values[i] for values in groups}) for i in range(2))
     return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]
-
-
-def _plot(task: Task, results: TaskResults, groups: Groups, score: str, path: Path) -> None:
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    down, across, means = _grid(groups, score)
-    grid = np.array([[each.mean if each else np.nan for each in of_row] for of_row in means])
-    figure = Figure(figsize=(2.5 + 0.7 * len(across), 1.5 + 0.5 * len(down)), layout="constrained")
-    axes = figure.add_subplot(xlabel=task.by[1], ylabel=task.by[0])
-    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    axes.set_xticks(range(len(across)), across)
-    axes.set_yticks(range(len(down)), down)
-    for row, column in np.argwhere(np.isfinite(grid)):
-        axes.text(column, row, f"{grid[row, column]:.2f}", ha="center", va="center")
-    about = results.about
-    title = f"{about['task']}: {about['policy']}, budget {about['budget'] or 'all'}"
-    axes.set_title(title, fontsize="medium")
-    figure.colorbar(image, label=score)
-    output.write(path, output.png(figure))

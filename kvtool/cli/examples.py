@@ -23,8 +23,8 @@ EXAMPLES = {
         "kvtool compare book.txt --records runs.jsonl --plot runs.png --jobs 2",
     ),
     "bench": (
-        "kvtool bench -m smollm2-135m --json > before.json",
-        "kvtool bench --depths 512,8k --compare before.json --plot speed.png",
+        "kvtool bench --depths 512,8k --budget 512",
+        "kvtool bench -m smollm2-135m --json > speeds.json",
     ),
     "eval": ("kvtool eval", "kvtool eval passkey --policy snapkv --budget 20% --limit 50"),
     "inspect": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,25 +161,6 @@ def png(figure: Figure) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()
-
-
-@contextmanager
-def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
-    """Write files, and then run the block, which prints the result.
-
-    An output is a path and a function that returns the bytes. If a file cannot be written, KvtoolError is
-    raised only after the block, so that the result is not lost.
-    """
-    failed = None
-    for path, data in outputs:
-        try:
-            if path:
-                write(path, data())
-        except KvtoolError as error:
-            failed = error
-    yield
-    if failed:
-        raise failed
 
 
 def write(path: Path, data: bytes) -> None:

@@ -99,9 +99,6 @@ def test_help_groups_options_and_shows_their_defaults():
 
 
 def test_earlier_names_of_options_work_and_are_not_shown():
-    inspect = COMMANDS_OF["inspect",].make_context("x", ["text", "--png", "a.png"])
-    assert str(inspect.params["plot"]) == "a.png"
-    assert "--plot PNG" in shown_by("inspect")
     assert COMMANDS_OF["models", "show"].make_context("x", ["--type-k", "q8_0"]).params["type_k"] == "q8_0"
     page = (ROOT / "docs" / "cli.md").read_text()
     for name in _EARLIER:
@@ -110,15 +107,13 @@ def test_earlier_names_of_options_work_and_are_not_shown():
         assert name not in page
 
 
-def test_json_and_plot_mean_the_same_in_every_command():
+def test_json_means_the_same_in_every_command():
     for words, command in COMMANDS_OF.items():
         for param in command.params:
             if "--json" in param.opts:
                 has_lines = words[0] in ("compare", "eval", "bench")
                 text = "Print JSON: one JSON object a line." if has_lines else "Print JSON."
                 assert (param.is_flag, param.help, param.opts) == (True, text, ["--json"]), words
-            # the option that writes a PNG is --plot in all commands
-            assert "PNG" not in (param.metavar or "") or param.opts[0] == "--plot", words
 
 
 def test_ranges_are_shown_in_words():
@@ -324,16 +319,8 @@ def test_value_out_of_range_gets_one_line(smollm2, words, said):
             "the archive of --session and --transcript name the same file, a.kv.archive; name another file",
         ),
         (
-            ["eval", "needle", "--records", "a.png", "--plot", "./a.png"],
+            ["compare", "a.txt", "--records", "a.png", "--plot", "./a.png"],
             "--records and --plot name the same file, a.png; name another file",
-        ),
-        (
-            ["compare", "a.txt", "--records", "a.png", "--plot", "a.png"],
-            "--records and --plot name the same file, a.png; name another file",
-        ),
-        (
-            ["inspect", "a.txt", "--html", "a.png", "--plot", "a.png"],
-            "--html and --plot name the same file, a.png; name another file",
         ),
         (["chat", "--session", ""], "the session's name is empty; name a file"),
         (["chat", "--transcript="], "the transcript's name is empty; name a file"),

@@ -113,13 +113,6 @@ PLANTED = {
         "return text",
         ("cli/test_line_breaks.py",),
     ),
-    "cli, pictures": Fault(
-        "archived tokens are white, as if they were lost",
-        "kvtool/cli/inspect/plot.py",
-        "for tokens, colour in ((rows, _HELD), (archived, _ARCHIVED)):",
-        "for tokens, colour in ((rows, _HELD),):",
-        ("cli/test_inspect.py::test_picture_colours_held_archived_and_forgotten_tokens",),
-    ),
     "models": Fault(
         "a share of the context is rounded to the nearest cell",
         "kvtool/config/budget.py",

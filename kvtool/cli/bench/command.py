@@ -62,7 +62,6 @@ class _BenchOptions(Options):
     compare: Path | None = option(
         "--compare FILE", None, "Show ratios to an earlier run, whose --json output is in this file."
     )
-    plot: Path | None = option("--plot PNG", None, "Draw speed against depth into this picture.")
 
     def n_tokens(self) -> list[int]:
         """Parse --depths into numbers of tokens, without duplicates. Raises UsageError."""
@@ -90,7 +89,6 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     stops and prints the rows measured so far.
     """
     depths = args.n_tokens()
-    output.check_picture(args.plot)
 
     from kvtool.config import archive
     from kvtool.config.model import loaded_model
@@ -125,7 +123,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
             records = [record | {"over_old": measure.over(record, old)} for record in records]
             if other := next((record for record in old if record.get("model") != path.stem), None):
                 say(f"{args.compare} has results of another model, {other.get('model')}")
-        _print(records, about, as_json=as_json, has_device=has_device, plot=args.plot)
+        _print(records, about, as_json=as_json, has_device=has_device)
         if benchmark.stop:
             raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
 
@@ -141,24 +139,11 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
     return budgets
 
 
-def _print(
-    records: list[dict[str, Any]],
-    about: dict[str, Any],
-    *,
-    as_json: bool,
-    has_device: bool,
-    plot: Path | None,
-) -> None:
-    def picture() -> bytes:
-        from kvtool.cli.bench.plot import picture
+def _print(records: list[dict[str, Any]], about: dict[str, Any], *, as_json: bool, has_device: bool) -> None:
+    if as_json:
+        for record in records:
+            typer.echo(json_text(record))
+    else:
+        from kvtool.cli.bench.table import show
 
-        return output.png(picture(records, about["model"]))
-
-    with output.written((plot, picture)):
-        if as_json:
-            for record in records:
-                typer.echo(json_text(record))
-        else:
-            from kvtool.cli.bench.table import show
-
-            show(table_console(), records, about, has_device=has_device)
+        show(table_console(), records, about, has_device=has_device)
