@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -59,9 +58,6 @@ class _BenchOptions(Options):
         is_valid=lambda s: 0 < s < 1e6,
         range_text="above 0",
     )
-    compare: Path | None = option(
-        "--compare FILE", None, "Show ratios to an earlier run, whose --json output is in this file."
-    )
 
     def n_tokens(self) -> list[int]:
         """Parse --depths into numbers of tokens, without duplicates. Raises UsageError."""
@@ -95,7 +91,6 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
-    old = measure.earlier(args.compare.expanduser()) if args.compare else None
     run, info, _ = locate_model(run)
     path = info.path
 
@@ -119,10 +114,6 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
             for n_done, row in enumerate(benchmark.measure()):
                 step(n_done, f"depth {row.depth:,}: {row.config.name}")
         records = [about | row.record() for row in rows if row.write or row.why]
-        if old is not None:
-            records = [record | {"over_old": measure.over(record, old)} for record in records]
-            if other := next((record for record in old if record.get("model") != path.stem), None):
-                say(f"{args.compare} has results of another model, {other.get('model')}")
         _print(records, about, as_json=as_json, has_device=has_device)
         if benchmark.stop:
             raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
