@@ -95,10 +95,6 @@ class Command(_Shared, TyperCommand):
         # shell completion needs no defaults
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        if any(param.name == "records" for param in self.params):
-            from kvtool.cli.output import with_records
-
-            args = with_records(args)
         # let click accept surplus arguments, because `near` refuses them below with better advice
         ctx.allow_extra_args = True
         try:

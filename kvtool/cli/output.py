@@ -70,39 +70,6 @@ def check_apart(*named: tuple[str, Path | None]) -> None:
         taken[key] = flag
 
 
-def with_records(args: Sequence[str]) -> list[str]:
-    """Translate arguments of earlier versions.
-
-    `--json FILE` becomes `--records FILE`, and `--json -` becomes `--json`.
-    """
-    current, rest = list[str](), list(args)
-    while rest:
-        word = rest.pop(0)
-        name, has_value, value = word.partition("=")
-        if name != "--json" or not (has_value or (rest and _is_records(rest[0]))):
-            current.append(word)
-            continue
-        value = value if has_value else rest.pop(0)
-        current += ["--json"] if value == "-" else ["--records", value]
-    return current
-
-
-def _is_records(word: str) -> bool:
-    """Return True if the word after --json is `-` or names a file for records.
-
-    Otherwise the word is an option or a task.
-    """
-    from kvtool import tasks
-
-    if word.startswith("-"):
-        return word == "-"
-    try:
-        with Path(word).expanduser().open("rb") as file:
-            return file.read(1) in (b"", b"{")
-    except OSError:
-        return word not in tasks.names()
-
-
 def records_path(records: str | None, resume: bool) -> Path | None:
     """Check the options --records and --resume. Return the path, or None without --records.
 

@@ -35,7 +35,7 @@ KINDS = {
 STREAMS = {
     "perplexity": (),
     "inspect": (),
-    "compare": ("--policies", "local", "--budgets", 16, "--json", "-"),
+    "compare": ("--policies", "local", "--budgets", 16, "--json"),
 }
 SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}
 """Fields of a result that depend only on the text."""
@@ -168,7 +168,7 @@ def test_file_pipe_and_named_pipe_give_the_same_results(default_talker, tmp_path
 def test_a_task_reads_its_file_from_a_pipe(talker, tmp_path):
     file = tmp_path / "stdin"
     file.write_text("The tide came in. " * 40)
-    more = ("--set", "lengths=300", "--set", "depths=0.5", "--limit", 1, "--json", "-", "-t", 1, "-m", talker)
+    more = ("--set", "lengths=300", "--set", "depths=0.5", "--limit", 1, "--json", "-t", 1, "-m", talker)
     wanted = of_text(called("eval", "needle", file, *more))
     assert of_text(called("eval", "needle", *more, stdin=file.read_text())) == wanted
     assert of_text(called("eval", "needle", "-", *more, stdin=file.read_text())) == wanted

@@ -454,9 +454,8 @@ def test_eval_and_perplexity_default_to_recall_or_else_h2o(command, tiny_model, 
     text = tmp_path / "text"
     text.write_text("word " * 100)
     of = {"eval": ("passkey", *SMALL, "--limit", "1"), "perplexity": (text, "--budget", "64")}
-    shown = ("-",) if command == "eval" else ()
-    assert policy(*shown)[0] == "recall"
-    name, stderr = policy(*shown, "--positions", "in-cache")
+    assert policy()[0] == "recall"
+    name, stderr = policy("--positions", "in-cache")
     assert name == "h2o"
     assert "recall does not work with --positions in-cache; the policy is h2o" in stderr
     done = called(command, *of[command], "-m", tiny_model(), "--policy", "recall", "--positions", "in-cache")
@@ -580,7 +579,7 @@ def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path, num
 def test_records_go_to_stdout_and_an_interrupt_ends_the_progress_bar(tiny_model, tmp_path, is_stopped):
     held = Held(tmp_path)
     options = ("--policy", held.policy, "--budget", 64) if is_stopped else ()
-    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--json", "-"]
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--json"]
     master, slave = os.openpty()
     seen, is_told = b"", False
     with (tmp_path / "out").open("w") as out:
@@ -623,7 +622,7 @@ def test_real_model_finds_the_passkey_only_if_it_is_held(smollm2, share_of, poli
     lengths = f"lengths={share_of(300, 512)}"
     done = called(
         *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),
-        *("--set", "depths=0.3", "--set", "repeats=1", "--json", "-"),
+        *("--set", "depths=0.3", "--set", "repeats=1", "--json"),
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["summary"]["found"]["mean"] == found
