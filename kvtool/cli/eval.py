@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
@@ -26,8 +24,7 @@ from kvtool.errors import InputError, UsageError
 from kvtool.llama.sampling import Sampling
 from kvtool.options import Options, declared, option, redeclared, repeated
 from kvtool.system import interrupt
-from kvtool.system.files import spare_folder
-from kvtool.system.texts import exists, is_stdin, json_text
+from kvtool.system.texts import exists, json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +130,7 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="[FILE]...",
-            help="Files that the task reads, or - for stdin.",
+            help="Files that the task reads.",
             show_default=False,
         ),
     ] = None,
@@ -155,7 +152,8 @@ def evaluate(
         return
     chosen = tasks.make(task, args.settings)
     output.check_packages(task, chosen.packages, "eval")
-    files, empty = _files(task, chosen, files or [])
+    files = files or []
+    _check_files(task, chosen, files)
     records_path = output.records_path(args.records, args.resume)
     # check the temperature and the seed before the model is downloaded
     _check_drawing(sampler, chosen, task)
@@ -183,8 +181,7 @@ def evaluate(
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))
         )
-        with _on_disk(files, empty) as paths:
-            items = chosen.items(paths, model)[: args.limit]
+        items = chosen.items(files, model)[: args.limit]
         about = {
             "task": task,
             "task_params": asdict(chosen),
@@ -211,42 +208,13 @@ def _check_none_typed(*given: Options) -> None:
                 raise UsageError(f"{flag} needs a task; `kvtool eval` lists them")
 
 
-def _files(task: str, chosen: Task, files: list[Path]) -> tuple[list[Path], str]:
-    """Return the files that the task reads, and an error message for the case that stdin is empty.
-
-    A task that needs a file reads stdin if no file is named. Raises UsageError if stdin is then a terminal,
-    and InputError if a file does not exist.
-    """
+def _check_files(task: str, chosen: Task, files: list[Path]) -> None:
+    """Raise UsageError if the task needs a file and none is named. Raise InputError if one does not exist."""
     if chosen.needs_files and not files:
-        needs = f"{task} needs a file; name it after the task, or give it in a pipe"
-        if sys.stdin is None or sys.stdin.isatty():
-            raise UsageError(needs)
-        return [Path("-")], f"{needs} (stdin is empty)"
+        raise UsageError(f"{task} needs a file; name it after the task")
     for file in files:
-        if not (is_stdin(str(file)) or exists(str(file))):
+        if not exists(str(file)):
             raise InputError(f"there is no file {file}")
-    return files, "stdin is empty; it must have what the task reads"
-
-
-@contextmanager
-def _on_disk(files: list[Path], empty: str) -> Iterator[list[Path]]:
-    """Yield the files. The file "-" is replaced by a copy of stdin. Raises InputError.
-
-    empty: the error message if stdin is empty.
-    """
-    if not any(is_stdin(str(file)) for file in files):
-        yield files
-        return
-    with TemporaryDirectory(dir=spare_folder()) as folder:
-        copy = Path(folder) / "stdin"
-        with copy.open("wb") as out:
-            shutil.copyfileobj(sys.stdin.buffer, out)
-        if not copy.stat().st_size:
-            raise InputError(empty)
-        try:
-            yield [copy if is_stdin(str(file)) else file for file in files]
-        except InputError as error:
-            raise InputError(str(error).replace(str(copy), "stdin")) from None
 
 
 def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:

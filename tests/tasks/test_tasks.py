@@ -540,6 +540,7 @@ def test_needle_uses_the_chat_template(tiny_model, tmp_path):
     [
         (["nope"], 2, "See `kvtool eval`."),
         (["needle", "missing"], 5, "there is no file missing"),
+        (["needle"], 2, "needle needs a file; name it after the task"),
         (["passkey", "--json", "--resume"], 2, "--resume needs the file to go on with: --records FILE"),
         (["--json", "--limit", "3"], 2, "--limit needs a task; `kvtool eval` lists them"),
         (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),
