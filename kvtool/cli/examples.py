@@ -31,7 +31,7 @@ EXAMPLES = {
         "kvtool inspect book.txt --max-tokens 2000 --policy h2o --budget 256",
         "kvtool inspect book.txt --policy recall --budget 512 --html book.html",
     ),
-    "policies": ("kvtool policies", "kvtool policies buzz --budget 512 -o stride=4"),
+    "policies": ("kvtool policies", "kvtool policies buzz"),
     "models list": ("kvtool models list", "kvtool models list --all"),
     "models pull": ("kvtool models pull smollm2-135m", "kvtool models pull smollm2-135m --json"),
     "models rm": ("kvtool models rm smollm2-135m", "kvtool models rm hf:OWNER/REPO:Q4_K_M"),

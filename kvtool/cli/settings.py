@@ -33,8 +33,6 @@ Words = tuple[str, ...]
 """The words that name a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # `kvtool policies` runs no model: settings that are meant for runs would only change its list
-    ("policies",): ("budget", "evict_every", "options", "as_json"),
     # settings that are meant for chats would change the results of tasks
     ("eval",): ("temp", "seed"),
 }
@@ -42,6 +40,9 @@ OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
 
 Settings for all commands do not change them.
 """
+
+_IGNORED: dict[Words, tuple[str, ...]] = {("policies",): ("budget", "evict-every", "option", "o")}
+"""Keys of options that a command no longer has, by command. Files may still have them."""
 
 _MODELS = "models"
 _MAX_WORDS = 4
@@ -106,12 +107,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # if OPTIONS_OF_ONE lists all options of the command, the top level can set none: skip it
-    chosen = [
-        table
-        for table in all_tables
-        if table.words == words[: len(table.words)] and (table.words or shared or not options)
-    ]
+    chosen = [table for table in all_tables if table.words == words[: len(table.words)]]
     layers = [_from_table(table, options if table.is_own else shared, root) for table in chosen]
     variables = [_from_variables(shared), _from_variables(options, words)]
     if any(table.words[:1] == (_MODELS,) for table in all_tables) and any(p.name == "model" for p in options):
@@ -232,7 +228,12 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
     # three kinds of tables apply to several commands: the top level, a group's table and a model's table
     is_shared = is_in_group and (len(words) < 2 or len(words) == 2 and words[0] == _MODELS)
     inner = {name: value for name, value in table.items() if isinstance(value, dict)}
-    values = {name: value for name, value in table.items() if name not in inner}
+    ignored = _IGNORED.get(words, ())
+    values = {
+        name: value
+        for name, value in table.items()
+        if name not in inner and name.replace("_", "-") not in ignored
+    }
     yield Table(words, values, title, not is_shared)
     for name, value in inner.items():
         yield from _tables((*words, name), value, path)

@@ -91,15 +91,13 @@ def test_command_uses_the_top_level_and_its_own_table(file):
     assert (effective("models show"), effective("session show")) == ({"fit": "1G"}, {"as_json": True})
 
 
-def test_policies_command_uses_only_its_own_table(file, monkeypatch):
-    file('budget = "10%"\nevict-every = 8')
+def test_keys_that_policies_once_had_are_ignored(file, monkeypatch):
+    file('budget = "10%"\n[policies]\nbudget = 3\nevict_every = 8\noption = ["stride=4"]\njson = true')
     monkeypatch.setenv("KVTOOL_OPTION", "decay=1")
-    assert effective("chat")["budget"] == "10%"
-    assert effective("policies") == {}
-    assert kvtool("policies", "h2o").returncode == 0
+    assert effective("policies") == {"as_json": True}
+    (buzz,) = json.loads(kvtool("policies", "buzz").stdout)
+    assert buzz["params"]["stride"] == policies.params(policies.load("buzz"))["stride"]
     assert kvtool("config").returncode == 0
-    file('budget = "10%"\n[policies]\nbudget = 64')
-    assert effective("policies") == {"budget": "64"}
 
 
 def test_a_path_may_begin_with_a_tilde(file):
@@ -159,15 +157,14 @@ def test_option_variables_differ_from_other_kvtool_variables():
             assert not names & set(settings.NOT_OPTIONS), param.opts
 
 
-def test_typed_options_override_settings_and_settings_take_effect(file, monkeypatch):
-    file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
-    # buzz needs a larger budget than 3
-    assert "with these parameters use a budget of at least 8" in kvtool("policies", "buzz").stderr
-    done = kvtool("policies", "buzz", "--budget", 512)
-    (buzz,) = json.loads(done.stdout)
-    assert buzz["params"]["stride"] == 4
-    monkeypatch.setenv("KVTOOL_POLICIES_BUDGET", "64")
-    assert json.loads(kvtool("policies", "buzz").stdout)[0]["params"]["window"] < 64
+def test_typed_options_override_settings_and_settings_take_effect(file, tiny_model, monkeypatch):
+    def fit(*arguments):
+        return json.loads(kvtool("models", "show", tiny_model(), *arguments).stdout)["fit_bytes"]
+
+    file('[models.show]\njson = true\nfit = "1G"')
+    assert (fit(), fit("--fit", "2G")) == (2**30, 2**31)
+    monkeypatch.setenv("KVTOOL_MODELS_SHOW_FIT", "3G")
+    assert (fit(), fit("--fit", "2G")) == (3 * 2**30, 2**31)
 
 
 def test_budget_from_a_setting_is_ignored_by_full(file, tmp_path):
