@@ -50,24 +50,18 @@ def check_writable(path: Path | None) -> None:
 
 
 def check_apart(*named: tuple[str, Path | None]) -> None:
-    """Raise UsageError if two options name the same file, even by different paths.
+    """Raise UsageError if two options name the same file, also by a link.
 
     named: pairs of an option and its file. Options without a file are ignored.
     """
-    taken: dict[tuple[int, int] | str, str] = {}
+    taken: dict[str, str] = {}
     for flag, path in named:
         if path is None:
             continue
         real = os.path.realpath(path)
-        try:
-            # hard links have different paths
-            stat = os.stat(real)
-            key: tuple[int, int] | str = (stat.st_dev, stat.st_ino)
-        except OSError:
-            key = real
-        if key in taken:
-            raise UsageError(f"{taken[key]} and {flag} name the same file, {path}; name another file")
-        taken[key] = flag
+        if real in taken:
+            raise UsageError(f"{taken[real]} and {flag} name the same file, {path}; name another file")
+        taken[real] = flag
 
 
 def records_path(records: str | None, resume: bool) -> Path | None:

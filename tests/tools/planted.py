@@ -310,12 +310,12 @@ PLANTED = {
         "                return numbers[0]",
         ("serve/test_serve_tools.py",),
     ),
-    "doctor, leftovers": Fault(
+    "serve, leftovers": Fault(
         "chats of a running server are taken for those of a killed one",
         "kvtool/serve/store/leftovers.py",
         "and not is_locked(folder / LOCK):",
         "and is_locked(folder / LOCK) < 2:",
-        ("cli/test_doctor.py",),
+        ("serve/test_serve_chats.py",),
     ),
     "serve, strict clients": Fault(
         "a model has no lifecycle",

@@ -49,7 +49,7 @@ class _Grid(Options):
         None,
         "Policies, separated by commas. Parameters follow colons: h2o:decay=0.999:window=64.",
         default_text="all",
-        completes="policy_list",
+        completes="policies",
     )
     budgets: str = _listed(
         "--budgets, --budget BUDGETS",
@@ -60,7 +60,6 @@ class _Grid(Options):
         "--types TYPES",
         "f16",
         "Cache types, separated by commas: `full` runs with each, other policies with the first.",
-        completes="cache_type_list",
         read=lambda raw, flag: raw.lower(),
     )
     combine: bool = option("--combine", False, "Run every policy with every cache type.", group=CACHE)
