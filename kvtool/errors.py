@@ -5,7 +5,7 @@ A message is one line, which names the fault and a remedy.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _ALIKE = 0.2
@@ -89,8 +89,12 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the names from `alike`, or "" if there are no such names."""
-    meant = alike(name, known)
+    """Return " Did you mean ...?" with the names from `alike`, or "" if there are no such names.
+
+    known: names, or a mapping from names to the texts that are shown for them.
+    """
+    shown = known if isinstance(known, Mapping) else {other: other for other in known}
+    meant = dict.fromkeys(shown[other] for other in alike(name, shown))
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 

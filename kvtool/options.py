@@ -65,8 +65,9 @@ class Option:
         True if the value changes results. It is then stored in the record of a result.
     request
         Names of the value in requests to the server. `/set` also accepts them.
-    also
-        Other names that `/set` accepts.
+    aliases
+        Other programs' names of the option, with dashes. They are accepted wherever the option's own names
+        are, and shown nowhere.
     """
 
     flags: tuple[str, ...]
@@ -87,7 +88,7 @@ class Option:
     in_session: bool = False
     in_record: bool = False
     request: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -111,7 +112,14 @@ class Option:
 
     def names(self, field: str) -> tuple[str, ...]:
         """Return all names that `/set` accepts. field: the name of the option's field."""
-        return (field, *self.request, *self.also)
+        others = [name.lstrip("-").replace("-", "_") for name in (*self.flags, *self.aliases)]
+        return (field, *self.request, *others)
+
+    def is_called(self, name: str) -> bool:
+        """Return True for the option's own names and for its aliases, with or without dashes before them."""
+        return name.lstrip("-").replace("_", "-") in {
+            each.lstrip("-") for each in (*self.flags, *self.aliases)
+        }
 
     def parse(self, raw: Any, name: str | None = None) -> Any:
         """Convert a value that was typed, set or saved in a session to the field's value. Raises UsageError.

@@ -125,8 +125,9 @@ def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
     params: dict[str, tuple[Words, Any]] = {}
     for words, command in known.items():
         for param in settings.options_of(command):
-            params.setdefault(settings.variable(param), ((), param))
-            params[settings.variable(param, words)] = words, param
+            for name in settings.variables(param):
+                params.setdefault(name, ((), param))
+            params |= dict.fromkeys(settings.variables(param, words), (words, param))
     for name in sorted(os.environ):
         if name in params and (text := os.environ[name]):
             words, param = params[name]

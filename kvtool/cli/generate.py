@@ -54,7 +54,12 @@ class _PromptOptions(Options):
 
 @dataclass(frozen=True)
 class _TemplateOptions(SystemOptions):
-    raw: bool = option("--raw", False, "Continue the text, without a chat template.")
+    raw: bool = option(
+        "--raw",
+        False,
+        "Continue the text, without a chat template.",
+        aliases=("-no-cnv", "--no-conversation"),
+    )
 
 
 @dataclass(frozen=True)

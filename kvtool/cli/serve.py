@@ -80,6 +80,7 @@ class _ServeOptions(Options):
         2,
         "Maximum number of requests answered at the same time, each with its own cache; 1 with --rpc.",
         minimum=1,
+        aliases=("-np",),
     )
     queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", minimum=1)
     read_timeout: float = _serving(

@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtool.cli import near
 from kvtool.cli.listed import COMMANDS, GROUPS, flag
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
-from kvtool.errors import UsageError, alike, suggestion
+from kvtool.errors import UsageError, suggestion
 from kvtool.options import declared
 from kvtool.system.texts import exists
 
@@ -181,13 +180,14 @@ def options_of(command: Any, without: Words = ()) -> list[Any]:
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]
 
 
-def variable(param: Any, words: Iterable[str] = ()) -> str:
-    """Return the name of the variable that sets an option for the command `words`, or for all commands."""
-    return _variable(flag(param), words)
+def variables(param: Any, words: Iterable[str] = ()) -> list[str]:
+    """Return the variables that set an option for the command `words`, or for all commands.
 
-
-def _variable(name: str, words: Iterable[str] = ()) -> str:
-    return VARIABLE + "_".join([*words, name.lstrip("-")]).replace("-", "_").upper()
+    The first is the one that documents and messages use. The others have other long names of the option.
+    """
+    others = [name for name in (*param.opts, *param.aliases) if name.startswith("--")]
+    names = dict.fromkeys([flag(param), *others])
+    return [VARIABLE + "_".join([*words, name.lstrip("-")]).replace("-", "_").upper() for name in names]
 
 
 def checked(param: Any, value: Any, source: str) -> Any:
@@ -280,8 +280,8 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
     """Return the settings that variables have for the given options. Empty variables are ignored."""
     result = {}
     for param in params:
-        name = variable(param, words)
-        if text := os.environ.get(name):
+        if name := next(filter(os.environ.get, variables(param, words)), None):
+            text = os.environ[name]
             # the name of a file may have blanks
             values = (text,) if exists(text) else tuple(text.split())
             result[param.name] = Setting(values if param.multiple else text, f"${name}")
@@ -295,41 +295,33 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
     other commands are not imported.
     """
     own = options_of(command)
-    known = {*NOT_OPTIONS, *(variable(param, each) for param in own for each in ((), words))}
+    known = {
+        *NOT_OPTIONS,
+        *(name for param in own for each in ((), words) for name in variables(param, each)),
+    }
     ours = {name for name, text in os.environ.items() if name.startswith(VARIABLE) and text}
     names = sorted(ours - known)
     if not names:
         return
-    meant: dict[str, str] = {}
-    for their_words, each in all_commands(root):
-        for param in options_of(each):
-            for start in ((), their_words):
-                right = variable(param, start)
-                meant[right] = right
-                for name in param.opts:
-                    meant.setdefault(_variable(name, start), right)
-    for name in names:
-        if meant.get(name) != name:
-            yield f"${name} does not belong to an option.{_instead(name, meant)}"
-
-
-def _instead(name: str, meant: Mapping[str, str]) -> str:
-    """Return " Did you mean ...?" for a variable that does not belong to an option.
-
-    "" if there is no suggestion. meant: maps possible names of variables to the right names. An option with
-    several names has only one variable, but a user may form a variable from any of these names.
-    """
-    rest = name.removeprefix(VARIABLE)
-    right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))
+    right = {
+        name: first
+        for their_words, each in all_commands(root)
+        for param in options_of(each)
+        for start in ((), their_words)
+        for first, *others in [variables(param, start)]
+        for name in (first, *others)
+    }
     # compare names without the prefix, because all variables have the same prefix
-    known = dict.fromkeys(each.removeprefix(VARIABLE) for each in meant.values())
-    similar = [right] if right else [VARIABLE + each for each in alike(rest, known)]
-    return f" Did you mean {' or '.join(similar)}?" if similar else ""
+    meant = {name.removeprefix(VARIABLE): first for name, first in right.items()}
+    for name in names:
+        if name not in right:
+            hint = suggestion(name.removeprefix(VARIABLE), meant)
+            yield f"${name} does not belong to an option.{hint}"
 
 
 def named(key: str, params: Iterable[Any]) -> list[Any]:
     """Return the options that a key of the file sets. key: an option's name without the leading dashes."""
-    return [param for param in params if key.replace("_", "-") in _keys(param.opts)]
+    return [param for param in params if key.replace("_", "-") in _keys((*param.opts, *param.aliases))]
 
 
 def check_set_once(table: Table, params: Iterable[Any]) -> None:
@@ -354,8 +346,7 @@ def _is_known(key: str, root: Any) -> bool:
     """Return True if any command has an option with this key."""
     # search the shared options first: importing all commands takes as long as loading a small model
     shared = [option for kind in (RunOptions, GenerationOptions) for option in declared(kind).values()]
-    is_shared = any(key.replace("_", "-") in _keys(option.flags) for option in shared)
-    return is_shared or bool(named(key, all_options(root)))
+    return any(option.is_called(key) for option in shared) or bool(named(key, all_options(root)))
 
 
 def all_options(root: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_type_hints
 
-from kvtool.errors import UsageError, alike
+from kvtool.errors import UsageError, suggestion
 from kvtool.llama.sampling import Sampling
 from kvtool.options import SAMPLING, Options, declared, option, redeclared, unless
 
@@ -34,7 +34,7 @@ class _LengthOptions(Options):
         minimum=-1,
         read=_limit,
         request=("max_completion_tokens", "max_tokens", "n_predict"),
-        also=("predict", "num_predict", "max_new_tokens"),
+        aliases=("--num-predict", "--max-new-tokens"),
     )
     think: str | None = _option(
         "--think EFFORT",
@@ -81,6 +81,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         default_text="random",
         minimum=-1,
         read=unless(-1),
+        aliases=("-s",),
     )
 
     def __post_init__(self) -> None:
@@ -103,9 +104,8 @@ class GenerationOptions(Sampling, _LengthOptions):
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # suggest the field's own name, even if the similar name is another name of the field
-            similar = dict.fromkeys(names[each] for each in alike(name, names))
-            hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
+            # if the similar name is another name of a field, this suggests the field's own name
+            hint = suggestion(name, names)
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 

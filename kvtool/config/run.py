@@ -150,6 +150,7 @@ class RunOptions(Options):
         default_text="the model's trained length",
         minimum=0,
         read=unless(0),
+        aliases=("--n-ctx", "--num-ctx"),
     )
     n_batch: int | None = _cache_option(
         "-b, --batch-size N",
@@ -158,6 +159,7 @@ class RunOptions(Options):
         group=HARDWARE,
         default_text="{default_n_batch}",
         minimum=1,
+        aliases=("--n-batch",),
     )
     threads: int | None = _hardware_option(
         "-t, --threads N",
@@ -175,6 +177,7 @@ class RunOptions(Options):
         minimum=ALL_LAYERS,
         read=unless(-1),
         in_record=True,
+        aliases=("--n-gpu-layers",),
     )
     n_cpu_moe: int | None = _hardware_option(
         "-ncmoe, --n-cpu-moe N",
@@ -220,9 +223,13 @@ class RunOptions(Options):
         "-ctk, --cache-type-k TYPE",
         "f16",
         "Type of the cached keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.",
+        aliases=("--type-k",),
     )
     type_v: str = _type_option(
-        "-ctv, --cache-type-v TYPE", "f16", "Type of the cached values: any type that keys can have."
+        "-ctv, --cache-type-v TYPE",
+        "f16",
+        "Type of the cached values: any type that keys can have.",
+        aliases=("--type-v",),
     )
     archive: str | None = option(
         "--archive SIZE",
@@ -338,6 +345,7 @@ class WriteOptions(RunOptions):
         "the text so far. Where lookup finds nothing, mtp takes them from the model's own layers for "
         "multi-token prediction, and MODEL from a smaller model of the same vocabulary.",
         completes="models",
+        aliases=("-md", "--model-draft"),
     )
 
 

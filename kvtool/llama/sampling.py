@@ -98,6 +98,7 @@ class Sampling(Options):
         within(0, LIMIT, "; 0 picks the most likely token"),
         "Temperature; 0 always picks the most likely token.",
         request=("temperature",),
+        aliases=("--temperature",),
     )
     top_k: int = _number(
         "--top-k K",
@@ -117,6 +118,7 @@ class Sampling(Options):
         within(0.001, 1000, "; 1 is off"),
         "Make recently used tokens less likely; 1 means off.",
         request=("repeat_penalty", "repetition_penalty"),
+        aliases=("--repetition-penalty",),
     )
     repeat_last_n: int = _number(
         "--repeat-last-n N",
@@ -214,6 +216,7 @@ class Sampling(Options):
         (),
         r"Stop before this text; \n is a line break. Repeatable.",
         read=_stops,
+        aliases=("-r", "--reverse-prompt"),
         write=_escaped,
     )
     grammar: str | None = _option(
@@ -221,12 +224,14 @@ class Sampling(Options):
         None,
         "Write only text that fits this GBNF grammar: a file, or the grammar itself.",
         read=_or_file(lambda text: "::=" in text, "a grammar, whose rules look like root ::= ..."),
+        aliases=("--grammar-file",),
     )
     json_schema: str | None = _option(
         "-j, --json-schema FILE|TEXT",
         None,
         "Write only JSON that fits this schema: a file, or the schema itself.",
         read=_or_file(lambda text: text.lstrip().startswith("{"), "a JSON schema, which begins with {"),
+        aliases=("-jf", "--json-schema-file"),
     )
 
     def __post_init__(self) -> None:

@@ -95,7 +95,7 @@ def test_help_lists_commands_in_order_and_typos_get_a_suggestion():
     listed = kvtool("--help").stdout.split("Commands:\n")[1]
     named = [line.split()[0] for line in listed.split("\n\n")[0].splitlines() if line[2] != " "]
     assert named == list(COMMANDS)
-    assert kvtool("chatt").stderr == "kvtool: there is no command 'chatt'; did you mean `kvtool chat`?\n"
+    assert kvtool("chatt").stderr == "kvtool: there is no command 'chatt'. Did you mean `kvtool chat`?\n"
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,20 @@ def test_variables_override_the_file_and_command_variables_override_both(file, m
     )
 
 
+def test_aliases_set_options_in_the_file_and_in_variables(file, monkeypatch):
+    file("max_new_tokens = 7\n[chat]\ntemperature = 0.5\nn-gpu-layers = 3")
+    assert effective("chat") == {"n": 7, "temp": 0.5, "gpu_layers": 3}
+    monkeypatch.setenv("KVTOOL_NUM_PREDICT", "8")
+    monkeypatch.setenv("KVTOOL_CHAT_N_PREDICT", "9")
+    assert (effective("generate")["n"], effective("chat")["n"]) == ("8", "9")
+    # the variable with the option's own name has priority
+    monkeypatch.setenv("KVTOOL_PREDICT", "10")
+    assert effective("generate")["n"] == "10"
+    file("temp = 0.25\ntemperature = 0.5")
+    with pytest.raises(UsageError, match="temp and temperature set the same option"):
+        effective("chat")
+
+
 def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypatch):
     assert effective("chat")["options"] == ("window=64",)
     assert "options" not in effective("chat", "--policy", "h2o")
@@ -153,7 +167,7 @@ def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypa
 def test_option_variables_differ_from_other_kvtool_variables():
     for words, command in settings.all_commands(ROOT):
         for param in settings.options_of(command):
-            names = {settings.variable(param), settings.variable(param, words)}
+            names = {*settings.variables(param), *settings.variables(param, words)}
             assert not names & set(settings.NOT_OPTIONS), param.opts
 
 
@@ -323,9 +337,7 @@ def test_config_shows_each_setting_and_its_source(file, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("KVTOOL_N_PREDICT", " Did you mean KVTOOL_PREDICT?"),
-        ("KVTOOL_CHAT_N_PREDICT", " Did you mean KVTOOL_CHAT_PREDICT?"),
-        ("KVTOOL_NUM_PREDICT", " Did you mean KVTOOL_PREDICT?"),
+        ("KVTOOL_N_PREDIKT", " Did you mean KVTOOL_PREDICT?"),
         ("KVTOOL_PARALEL", " Did you mean KVTOOL_PARALLEL?"),
         ("KVTOOL_FOO", ""),
     ],

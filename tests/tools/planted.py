@@ -44,11 +44,11 @@ PLANTED = {
         ("cli/test_chat_session.py",),
     ),
     "cli, wrong lines": Fault(
-        "an option of another program is answered where the command lacks ours",
+        "advice about another program's option is given where the command has the option",
         "kvtool/cli/near.py",
-        "elif name in _OURS and _OURS[name] in known:",
-        "elif name in _OURS:",
-        ("cli/test_help.py::test_misspelt_or_foreign_input_gets_one_line_of_advice",),
+        "if name not in known and name in _ADVICE:",
+        "if name in _ADVICE:",
+        ("cli/test_help.py::test_values_are_not_read_as_options_of_other_programs",),
     ),
     "cli, texts": Fault(
         "a text is cut right behind the tokens that are needed",
