@@ -62,8 +62,8 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     run.__annotations__ = {each.name: each.annotation for each in params} | {"return": None}
-    run.aliases = {  # type: ignore[attr-defined]
-        name: option.aliases for kind in classes.values() for name, option in declared(kind).items()
+    run.declarations = {  # type: ignore[attr-defined]
+        name: option for kind in classes.values() for name, option in declared(kind).items()
     }
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
     return run

@@ -105,7 +105,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
             # if the similar name is another name of a field, this suggests the field's own name
-            hint = suggestion(name, names)
+            hint = suggestion(name, names, names)
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 
