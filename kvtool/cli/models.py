@@ -145,10 +145,7 @@ def rm(name: Name, as_json: Json = False) -> None:
 
 
 def _type(part: str, letter: str) -> Any:
-    flags = (f"-ct{letter}", f"--cache-type-{letter}", f"--type-{letter}")
-    return redeclared(
-        RunOptions, f"type_{letter}", flags=flags, help=f"Type of the cached {part}.", group=None
-    )
+    return redeclared(RunOptions, f"type_{letter}", help=f"Type of the cached {part}.", group=None)
 
 
 @dataclass(frozen=True)
