@@ -18,12 +18,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from shlex import quote
-from types import NoneType
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvtool.chats import archive_file
+from kvtool.chats import archive_file, contents
 from kvtool.chats.archive_file import ArchivedArrays, with_archive
 from kvtool.errors import SessionError
 from kvtool.llama.segment import CHECKPOINTS, SEGMENTS, TABLE
@@ -45,27 +44,6 @@ A file with a number at the end holds an earlier turn. Earlier versions of kvtoo
 
 _FORMATS = {SEGMENTS: FORMAT_ARCHIVED, CHECKPOINTS: NEWEST_FORMAT}
 """Names of arrays, each with the format number of a session that has this array."""
-
-_CHAT: dict[str, Any] = {
-    **dict.fromkeys(("kvtool", "saved"), str),
-    **dict.fromkeys(("n_turn", "n_past", "n_reply", "cells", "kv_bytes"), (int, float)),
-    "system": (str, NoneType),
-    "messages": [{"role": str, "content": str}],
-    "writer": {"seed": int, "recent": list, "unread": list},
-    "options": {"model": str},
-    "fixed": {
-        **dict.fromkeys(("model_sha256", "policy"), str),
-        "llama_cpp": object,
-        "parameters": {"budget": int, "slack": int},
-    },
-}
-"""Values that the JSON of every chat has, with their types. A list shows the type of each item."""
-
-_MORE: dict[str, Any] = {
-    **dict.fromkeys(("reasoning_content", "tool_call_id"), str),
-    "tool_calls": [{"id": str, "function": {"name": str, "arguments": str}}],
-}
-"""Values that a message may also have, with their types."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -158,29 +136,17 @@ def read_messages(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         messages: Any = None
         with suppress(ValueError, RecursionError):
             messages = json.loads(data + file.read())
-    if not (_fits(messages, _CHAT["messages"]) and all(map(_fits_more, messages))):
+    if not (contents.are_messages(messages)):
         wanted = "a JSON list of messages, each with role and content"
         raise SessionError(f"{path} is neither a session nor {wanted}; name another file")
     return messages, None
 
 
-def _fits_more(message: dict[str, Any]) -> bool:
-    return all(_fits(message[name], wanted) for name, wanted in _MORE.items() if name in message)
-
-
 def check_chat(path: Path, meta: Meta) -> Meta:
     """Return the JSON of a session. Raises SessionError if a value that every chat has is missing."""
-    if not _fits(meta, _CHAT):
+    if not contents.is_chat(meta):
         raise SessionError(f"{path} lacks values of a chat, or they are damaged; name another file")
     return meta
-
-
-def _fits(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, dict):
-        return isinstance(value, dict) and all(_fits(value.get(name), wanted[name]) for name in wanted)
-    if isinstance(wanted, list):
-        return isinstance(value, list) and all(_fits(each, wanted[0]) for each in value)
-    return isinstance(value, wanted)
 
 
 def peek(path: Path) -> Meta | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,11 @@ def bytes_progress(label: str, *, piped: bool = True) -> Iterator[Callable[[int,
     finally:
         if bar and bar.live.is_started:
             bar.stop()
+
+
+def hashing_progress(name: str) -> AbstractContextManager[Callable[[int, int | None], None]]:
+    """Return a context as of `bytes_progress` for hashing the file of this name. A pipe gets no line."""
+    return bytes_progress(f"hashing {name}", piped=False)
 
 
 def _bytes_bar() -> Progress:

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kvtool.cli.chat.fixed import fixed_of
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.locate import locate, locate_model
+from kvtool.cli.progress import hashing_progress
 from kvtool.cli.worker import listener
 from kvtool.cli.writing import of_model, sampling_of, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.config.system import SystemOptions
-from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.errors import LibraryError, UsageError
 from kvtool.options import SERVER, Options, Range, option, redeclared
 from kvtool.system import interrupt
-from kvtool.system.memory import free_bytes
 from kvtool.system.paths import extra_command
 from kvtool.system.texts import read_text, shown
-from kvtool.units import format_bytes, parse_bytes
+from kvtool.units import parse_bytes
 
 if TYPE_CHECKING:
     from kvtool.chats.template import Template
-    from kvtool.engine.loop import Engine
     from kvtool.serve.api.thinking import ThinkingOptions
     from kvtool.serve.http.app import Site
     from kvtool.serve.pool import SlotPool
@@ -129,7 +127,9 @@ def serve(
     from kvtool.llama import endpoints
 
     address = endpoints.address(serving.host)
-    is_local, max_bytes = endpoints.is_loopback(address), parse_bytes(serving.sessions_bytes)
+    is_local = endpoints.is_loopback(address)
+    # check this before the model is loaded
+    parse_bytes(serving.sessions_bytes)
     site = _site(run, serving, system, generation, is_local=is_local)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
@@ -140,7 +140,6 @@ def serve(
     run = run.changed(n_ctx=run.n_ctx and n_ctx)
 
     def ready(pool: SlotPool) -> None:
-        _connect(site, pool)
         engine, keys = pool.slots[0].engine, site.limits.keys
         if run.explain:
             explain_run(engine, site.policy, "chat")
@@ -153,8 +152,7 @@ def serve(
         say(f"serving {site.model} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it")
 
     with listening:
-        opened = partial(_opened, site, run, generation, serving, max_bytes)
-        interrupt.end_by(answer(site, opened, listening, ready))
+        interrupt.end_by(answer(site, partial(_open, site, run, serving, generation), listening, ready))
 
 
 def _site(
@@ -165,7 +163,7 @@ def _site(
     *,
     is_local: bool,
 ) -> Site:
-    """Return the state that all routes use. `_opened` and `_connect` complete it. Raises KvtoolError.
+    """Return the state that all routes use. `opened` completes it. Raises KvtoolError.
 
     is_local: True if only this machine can reach the server's address.
     """
@@ -197,75 +195,28 @@ def _site(
         ),
         has_metrics=serving.metrics,
         log=say if run.verbose else None,
-        warn=say,
+        say=say,
     )
 
 
-@contextmanager
-def _opened(
-    site: Site, run: RunOptions, generation: GenerationOptions, serving: _ServeOptions, max_bytes: int
-) -> Iterator[SlotPool]:
-    """Open the first engine, and yield the pool of slots: each slot answers requests with its own engine.
+def _open(
+    site: Site, run: RunOptions, serving: _ServeOptions, generation: GenerationOptions
+) -> AbstractContextManager[SlotPool]:
+    """Return a context that opens the first engine. Raises KvtoolError: see `opened`."""
+    from kvtool.serve.opening import opened
 
-    Also set `site.policy`, because `open_run` may have replaced the requested policy, and the thinking of
-    `site.defaults`. Raises KvtoolError.
-
-    max_bytes: maximum size of all stored chats.
-    """
-    from kvtool.chats.conversation import Conversation
-    from kvtool.chats.prompt import template_of
-    from kvtool.chats.writer import Writer
-    from kvtool.cli.chat.files import meta_of
-    from kvtool.config import drafting
-    from kvtool.config.opening import open_run
-    from kvtool.llama.sampler import Sampler
-    from kvtool.serve.batching import ComputeLock, StepBatcher
-    from kvtool.serve.pool import SlotPool
-    from kvtool.serve.rendering import Renderings
-    from kvtool.serve.slot import N_OUTPUT, Slot
-    from kvtool.serve.store.chats import ChatStore, lock_folder
-
-    with ExitStack() as stack:
-        opened = stack.enter_context(open_run(run, find=locate, guarded=True, n_output=N_OUTPUT))
-        say(*opened.notes)
-        first, run = opened.engine, opened.run
-        site.policy = run.policy
-        folder = stack.enter_context(lock_folder(serving.sessions))
-        template = None
-        with suppress(ModelError):
-            template = template_of(first.model, run.chat_template)
-        fixed, kept = fixed_of(first, run, template), run.session_values() | generation.session_values()
-        chats = stack.enter_context(closing(ChatStore(folder, max_bytes, fixed)))
-        if chats.n_others:
-            others = f"{chats.n_others:,} files in {folder} are damaged, archives without a chat"
-            say(f"{others}, or of another model, policy or options; they stay as they are")
-        if template and generation.think:
-            site.defaults = replace(site.defaults, thinking=_checked_thinking(generation, template))
-        if template and site.defaults.system:
-            # if the system prompt does not fit, raise the error before the first request
-            chat = Conversation(Writer(first, Sampler(first.model)), template)
-            chat.check_system(site.defaults.system)
-        renderings = Renderings(first.model, template) if template else None
-        # with --rpc, allow only one cache: if a worker had no memory for a second cache, the server process
-        # would end
-        n_max = _share_memory(first, 1 if run.rpc else serving.parallel)
-        lock, drafts = ComputeLock(), stack.enter_context(drafting.opened(run, first.model))
-        batcher = stack.enter_context(closing(StepBatcher(lock, n_max, say)))
-
-        def slot(engine: Engine) -> Slot:
-            return Slot(
-                Writer(engine, Sampler(engine.model), drafts.of(engine)),
-                renderings,
-                chats,
-                overflow=serving.overflow,
-                meta=partial(meta_of, fixed=fixed, kept=kept),
-                batcher=batcher,
-            )
-
-        def another() -> Slot:
-            return slot(stack.enter_context(closing(_another_engine(first))))
-
-        yield SlotPool(lock, slot(first), another, n_max, say)
+    return opened(
+        site,
+        run,
+        folder=serving.sessions,
+        max_bytes=parse_bytes(serving.sessions_bytes),
+        overflow=serving.overflow,
+        n_max=serving.parallel,
+        kept=generation.session_values(),
+        thinking=partial(_checked_thinking, generation) if generation.think else None,
+        find=locate,
+        hashing=hashing_progress,
+    )
 
 
 def _checked_thinking(generation: GenerationOptions, template: Template) -> ThinkingOptions:
@@ -280,74 +231,6 @@ def _checked_thinking(generation: GenerationOptions, template: Template) -> Thin
         return ThinkingOptions(effort=effort, name="--think", budget=budget)
 
     return with_thinking(generation, checked)
-
-
-def _share_memory(first: Engine, n: int) -> int:
-    """Divide the memory of the first engine's archive and checkpoints among n engines.
-
-    Limits that the user has set with --checkpoints, or with --archive in tokens, hold for each engine and are
-    not divided.
-
-    Returns the number of engines, which is less than n if n archives would be too small.
-    """
-    archive = first.context.archive
-    if archive and first.settings.archive is None:
-        n = archive.share(n)
-    if first.settings.checkpoints is None:
-        first.checkpoints.share(n)
-    return n
-
-
-def _another_engine(first: Engine) -> Engine:
-    """Return an engine like the first, with the same limits. Raises OutOfMemory."""
-    from kvtool.engine.loop import Engine
-    from kvtool.llama.devices import has_gpu
-
-    n_bytes = first.cache_bytes + first.state_bytes
-    # without a GPU, check the free memory, because Linux lets a process allocate more than there is.
-    # A GPU reports an error if its memory does not suffice
-    if n_bytes > free_bytes() and not has_gpu():
-        raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
-    engine = Engine(first.model, first.policy, first.settings)
-    if engine.context.archive and first.context.archive:
-        engine.context.archive.n_max = first.context.archive.n_max
-    engine.checkpoints.max_bytes = first.checkpoints.max_bytes
-    return engine
-
-
-def _connect(site: Site, pool: SlotPool) -> None:
-    """Set the fields of `site` that need the loaded model, such as `tokenize`, `count` and `props`."""
-    from kvtool.serve.slot import text_of
-
-    slot = pool.slots[0]
-    engine, model, template = slot.engine, slot.model, slot.template
-
-    def detokenize(tokens: list[int]) -> bytes:
-        if any(not 0 <= token < model.n_vocab for token in tokens):
-            from kvtool.serve.api.errors import ApiError
-
-            raise ApiError(f"tokens must be in 0..{model.n_vocab - 1}", param="tokens")
-        return b"".join(model.piece(token, special=True) for token in tokens)
-
-    site.tokenize = lambda text, start, special: model.tokenize(text, special=special, start=start).tolist()
-    site.detokenize = detokenize
-    site.count = slot.count
-    site.stored = lambda: (len(slot.chats), slot.chats.n_bytes)
-    site.caches = lambda: (pool.n_max, len(pool.slots), pool.cache_bytes)
-    site.created = int(model.path.stat().st_mtime)
-    site.props = {
-        "model_path": str(model.path),
-        "model_alias": site.model,
-        "chat_template": template.source if template else "",
-        "bos_token": text_of(model, [model.bos]) if model.bos >= 0 else None,
-        "eos_token": text_of(model, [model.eos]) if model.eos >= 0 else None,
-        "default_generation_settings": {"n_ctx": engine.n_ctx},
-        "policy": site.policy,
-        "budget": engine.policy.budget,
-        "asked": engine.policy.n_asked,
-        "n_stored": len(slot.chats),
-        "model_meta": {"n_ctx_train": model.n_ctx_train, "n_vocab": model.n_vocab},
-    }
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

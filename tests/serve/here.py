@@ -6,6 +6,7 @@ import asyncio
 import threading
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import httpx2 as httpx
 
@@ -66,6 +67,8 @@ def send(
     engine=None,
     n_waiting=1,
     is_loaded=True,
+    count=None,
+    model=SimpleNamespace(n_ctx_train=64, n_vocab=8),
     **site,
 ):
     """Return the answer to one request to a server without a model.
@@ -75,10 +78,13 @@ def send(
     engine: function that answers the job in its own thread. None if no job is expected.
     n_waiting: number of jobs for which the queue has room.
     is_loaded: False if the model is still being loaded.
+    count: function that returns the number of tokens of a chat's prompt.
+    model: stands for the model.
     site: further fields of `Site`.
     """
     waiting = JobQueue(n_waiting)
-    asgi_app = app.make(Site("m", "h2o", waiting, props={} if is_loaded else None, **site))
+    pool = SimpleNamespace(slots=[SimpleNamespace(count=count, model=model)]) if is_loaded else None
+    asgi_app = app.make(Site("m", "h2o", waiting, pool=pool, **site))
 
     async def answered():
         way = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
@@ -103,13 +109,13 @@ def here(model, **options):
     raw = {"model": str(model), "threads": 1, "checkpoints": "0", **options}
     run, generation = ChatOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
-    opened = partial(serve._opened, site, run, generation, serve._ServeOptions(), 2**32)
+    opened = partial(serve._open, site, run, serve._ServeOptions(), generation)
     ready, pools, failed = threading.Event(), [], []
 
     def work():
         try:
             with opened() as pool:
-                serve._connect(site, pool)
+                site.start(pool)
                 pools.append(pool)
                 ready.set()
                 pool.run(site.jobs)

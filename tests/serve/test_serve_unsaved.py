@@ -9,7 +9,7 @@ from kvtool.serve.queue import JobQueue
 
 def test_operator_is_warned_when_storing_begins_to_fail_or_fails_otherwise():
     lines = []
-    site = Site("m", "h2o", JobQueue(1), warn=lines.append)
+    site = Site("m", "h2o", JobQueue(1), say=lines.append)
     numbers = dict.fromkeys(("n_cached", "n_prompt", "n_written", "read_s", "write_s"), 1)
     full, gone = "No space left on device", "No such file or directory"
     for reason in (f"cannot write a: {full}", f"cannot write b: {full}", f"cannot write a: {gone}", "", gone):

@@ -78,7 +78,7 @@ def chat(
         saved = earlier = None
         if args.session:
             from kvtool.chats import session as sessions
-            from kvtool.cli.chat.files import resumed
+            from kvtool.chats.contents import resumed
 
             stack.enter_context(sessions.lock(args.session))
             if (saved := sessions.peek(args.session)) is not None:

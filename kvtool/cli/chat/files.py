@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import kvtool
-from kvtool import policies
 from kvtool.chats import archive_file, session
+from kvtool.chats.contents import difference, fixed_of, meta_of
 from kvtool.chats.session import Arrays, Meta
-from kvtool.cli.chat.fixed import difference, fixed_of
-from kvtool.cli.progress import restoring_progress
+from kvtool.cli.progress import hashing_progress, restoring_progress
 from kvtool.cli.writing import sampling_of
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import SessionError, StreamEnd, UsageError
 from kvtool.system.files import Log
-from kvtool.units import FEW_BITS
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -291,7 +286,9 @@ class ChatFiles:
         archive = self._archive_file if is_own else archive_file.ArchiveFile(path, session.archive_id(path))
         try:
             options = self.run.session_values() | self.generation.session_values()
-            self.chat.save_to(path, archive, meta_of(self.chat, self._fixed, options))
+            self.chat.save_to(
+                path, archive, meta_of(self.chat.writer.engine, self.chat.n_turn, self._fixed, options)
+            )
         except OSError as error:
             raise session.cannot("write", archive_file.archive_path(path), error, path) from None
         finally:
@@ -333,49 +330,7 @@ class ChatFiles:
     @cached_property
     def _fixed(self) -> dict[str, Any]:
         # call `fixed_of` only if its result is needed, because it hashes the model, which takes time
-        return fixed_of(self.chat.writer.engine, self.run, self.chat.template)
-
-
-def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:
-    """Return the values that a session stores in addition to those of `Conversation.save`.
-
-    kept: values of the options that are saved in the session.
-    """
-    engine = chat.writer.engine
-    return {
-        "kvtool": kvtool.__version__,
-        "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "n_turn": chat.n_turn,
-        "n_past": engine.n_past,
-        "cells": engine.mean_kv,
-        "kv_bytes": engine.cache_bytes,
-        "archived": engine.n_archived,
-        "archive_bytes": engine.archive_bytes,
-        "fixed": fixed,
-        "options": {**kept, "model": os.path.abspath(engine.model.path), "policy": fixed["policy"]},
-    }
-
-
-def resumed(run: RunOptions, saved: Meta) -> RunOptions:
-    """Return the options of a chat that continues a session. Raises UsageError.
-
-    The policy of the session is treated as if the user had typed it.
-
-    A session of an old kvtool may have parameters that the policy no longer has. If the user did not type -o,
-    these parameters are then dropped from the options. The session's adjustable parameters are also dropped:
-    their default values are used, because they need not be the same when a chat is continued.
-    """
-    is_typed, run = "options" in run.typed, run.resumed(saved["options"])
-    kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
-    if run.budget is None and kind.has_recall():
-        # use the session's budget, because earlier versions of kvtool had another default budget
-        run = replace(run, budget=str(parameters["budget"]))
-    stored = saved["fixed"].get("archive_type")
-    run = replace(run, is_plain=stored == run.archive_type and stored in FEW_BITS)
-    if not is_typed and parameters.keys() - {"budget", "slack", *policies.params(kind)}:
-        stay = policies.params(kind).keys() - set(kind.adjustable)
-        run = replace(run, options=tuple(o for o in run.options if o.partition("=")[0] in stay))
-    return run.changed(policy=run.policy)
+        return fixed_of(self.chat.writer.engine, self.run, self.chat.template, hashing_progress)
 
 
 def open_transcript(path: Path) -> Log:

@@ -6,7 +6,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -17,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtool.llama.model import Model
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.anthropic import AnthropicBodies
 from kvtool.serve.api.completions import AnswerBodies, Body, CompletionBodies
@@ -29,19 +32,22 @@ from kvtool.serve.http import gate, metrics, page
 from kvtool.serve.http.access import AccessLog
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.http.metrics import Counts
-from kvtool.serve.http.threads import ModelThreads
+from kvtool.serve.pool import SlotPool
 from kvtool.serve.queue import Job, JobQueue, stopped
+from kvtool.serve.slot import text_of
 
 _T = TypeVar("_T")
 
 Handler = Callable[["Site", HttpRequest], Awaitable[Response]]
 
 _HEADERS = {
-    415: {"Accept-Encoding": "gzip, deflate"},
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
 """Additional headers of error responses, by status."""
+
+_N_THREAD = 4
+"""Maximum number of functions that use the model's tokenizer at the same time."""
 
 PING_S = 5.0
 """A stream sends a ping if it has sent nothing for this many seconds."""
@@ -53,31 +59,18 @@ class Site:
 
     Attributes
     ----------
+    pool
+        The slots. None until the model is loaded.
     created
         Time of the last change of the model's file, in seconds since 1970. 0 until the model is loaded.
-    props
-        Body of /props. None until the model is loaded.
-    tokenize
-        `tokenize(text, adds_special, parses_special)` returns the tokens of a text.
-    detokenize
-        `detokenize(tokens)` returns the text of tokens as UTF-8. It may be incomplete: a token may be part of
-        a character.
-    count
-        Returns the number of tokens of a chat's prompt.
     has_metrics
         True if the server has the route /metrics, which reports `counts`.
     log
         Called with a line about each request. None if there is no log.
-    warn
-        Called with a line when chats can no longer be stored. Not called again for the same cause until a
-        chat was stored.
-    stored
-        Returns the number of stored chats, and the number of their bytes.
-    caches
-        Returns the maximum number of slots, the number of slots that were made, and the bytes of their
-        caches.
+    say
+        Called with a line for the person who runs the server.
     threads
-        Runs `tokenize`, `detokenize` and `count`.
+        Threads that use the model's tokenizer, so that long texts do not block the event loop.
     stopping
         Set when the server stops. Requests whose answers have not begun then get an error.
     """
@@ -87,29 +80,32 @@ class Site:
     jobs: JobQueue
     defaults: Defaults = field(default_factory=Defaults)
     limits: Limits = field(default_factory=Limits)
+    pool: SlotPool | None = None
     created: int = 0
-    props: dict[str, Any] | None = None
-    tokenize: Callable[[str, bool, bool], list[int]] | None = None
-    detokenize: Callable[[list[int]], bytes] | None = None
-    count: Callable[[ChatRequest], int] | None = None
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
     log: Callable[[str], None] | None = None
-    warn: Callable[[str], None] = lambda line: None
-    stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    caches: Callable[[], tuple[int, int, int]] = lambda: (1, 1, 0)
-    threads: ModelThreads = field(default_factory=ModelThreads)
+    say: Callable[[str], None] = lambda line: None
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_N_THREAD, "tokenizer"))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _unsaved_cause: str = ""
 
+    def start(self, pool: SlotPool) -> None:
+        """Begin to answer requests, because the model is loaded."""
+        self.created = int(pool.slots[0].model.path.stat().st_mtime)
+        self.pool = pool
+
     def add_answer(self, end: End) -> None:
-        """Count an answer, and warn if its chat could not be stored. end: the answer's last event."""
+        """Count an answer, and say if its chat could not be stored, once for each cause in a row.
+
+        end: the answer's last event.
+        """
         self.counts.add(end)
         reason = end["kvtool"].get("unsaved", "")
         # the beginning of the reason has the name of the chat's file, which changes
         cause = reason.rpartition(": ")[2]
         if cause and cause != self._unsaved_cause:
-            self.warn(f"chats are not stored: {reason}")
+            self.say(f"chats are not stored: {reason}")
         self._unsaved_cause = cause
 
 
@@ -122,7 +118,7 @@ def make(site: Site) -> Starlette:
                 if not is_open:
                     gate.check_key(site.limits, request)
                 if method == "POST":
-                    _check_ready(site)
+                    _ready(site)
                 answer = await _unless(site.stopping.wait(), stopped(), handler(site, request))
                 answer.headers.update(_ids(request.state.id))
                 return answer
@@ -217,9 +213,7 @@ async def _count_message(site: Site, http: HttpRequest) -> Response:
 
 async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
     """Return the number of tokens of a chat's prompt. Raises ApiError."""
-    assert site.count
-    # use another thread, because rendering a chat takes time
-    return await _unless_gone(http, site.threads.run(site.count, request))
+    return await _in_thread(site, http, _ready(site).slots[0].count, request)
 
 
 def _chat_request(site: Site, http: HttpRequest, given: GivenChat) -> ChatRequest:
@@ -345,27 +339,52 @@ async def _model(site: Site, http: HttpRequest) -> Response:
 
 
 def _model_body(site: Site) -> Body:
-    meta = {"meta": site.props["model_meta"]} if site.props else {}
+    meta = {"meta": _model_meta(site.pool.slots[0].model)} if site.pool else {}
     created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(site.created))
     openai = {"id": site.model, "object": "model", "created": site.created, "owned_by": "kvtool"}
     anthropic = {"type": "model", "display_name": site.model, "created_at": created_at}
     return openai | anthropic | {"lifecycle": "active"} | meta
 
 
+def _model_meta(model: Model) -> Body:
+    return {"n_ctx_train": model.n_ctx_train, "n_vocab": model.n_vocab}
+
+
 async def _props(site: Site, http: HttpRequest) -> Response:
-    n_slot, n_cache, cache_bytes = site.caches()
-    now = {"total_slots": n_slot, "n_caches": n_cache, "cache_bytes": cache_bytes}
-    return JSONResponse(_check_ready(site) | now)
+    pool = _ready(site)
+    slot = pool.slots[0]
+    engine, model, template = slot.engine, slot.model, slot.template
+    return JSONResponse(
+        {
+            "model_path": str(model.path),
+            "model_alias": site.model,
+            "chat_template": template.source if template else "",
+            "bos_token": text_of(model, [model.bos]) if model.bos >= 0 else None,
+            "eos_token": text_of(model, [model.eos]) if model.eos >= 0 else None,
+            "default_generation_settings": {"n_ctx": engine.n_ctx},
+            "policy": site.policy,
+            "budget": engine.policy.budget,
+            "asked": engine.policy.n_asked,
+            "n_stored": len(slot.chats),
+            "model_meta": _model_meta(model),
+            "total_slots": pool.n_max,
+            "n_caches": len(pool.slots),
+            "cache_bytes": pool.cache_bytes,
+        }
+    )
 
 
 async def _metrics(site: Site, http: HttpRequest) -> Response:
-    jobs, (*_, cache_bytes) = site.jobs, site.caches()
-    text = metrics.text(site.counts, len(jobs.running), len(jobs), site.stored(), cache_bytes)
+    jobs, stored, cache_bytes = site.jobs, (0, 0), 0
+    if pool := site.pool:
+        chats, cache_bytes = pool.slots[0].chats, pool.cache_bytes
+        stored = len(chats), chats.n_bytes
+    text = metrics.text(site.counts, len(jobs.running), len(jobs), stored, cache_bytes)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _health(site: Site, http: HttpRequest) -> Response:
-    return _failed(http, _loading()) if site.props is None else JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "ok"}) if site.pool else _failed(http, _loading())
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
@@ -376,10 +395,11 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
         raise wrong("content", "a string", content)
     adds_special = fields.flag("add_special") or fields.flag("add_special_tokens")
     parses_special = fields.flag("parse_special", True)
-    assert site.tokenize
-    # use other threads here and below, because long texts take time
-    work = site.threads.run(site.tokenize, content, adds_special, parses_special)
-    return JSONResponse({"tokens": await _unless_gone(http, work)})
+    model = _ready(site).slots[0].model
+
+    tokenize = partial(model.tokenize, content, special=parses_special, start=adds_special)
+    tokens = await _in_thread(site, http, tokenize)
+    return JSONResponse({"tokens": tokens.tolist()})
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
@@ -389,21 +409,36 @@ async def _detokenize(site: Site, http: HttpRequest) -> Response:
             raise ApiError.at("tokens", "must be a list of whole numbers")
         return tokens
 
-    tokens = await gate.checked(site.limits, http, check)
-    assert site.detokenize
-    data = await _unless_gone(http, site.threads.run(site.detokenize, tokens))
-    text = data.decode("utf-8", "replace")
+    tokens, model = await gate.checked(site.limits, http, check), _ready(site).slots[0].model
+    if any(not 0 <= token < model.n_vocab for token in tokens):
+        raise ApiError(f"tokens must be in 0..{model.n_vocab - 1}", param="tokens")
+    text = await _in_thread(site, http, text_of, model, tokens)
     return JSONResponse({"content": text, "prompt": text})
 
 
-def _check_ready(site: Site) -> dict[str, Any]:
-    if site.props is None:
+def _ready(site: Site) -> SlotPool:
+    """Return the slots. Raises ApiError until the model is loaded."""
+    if not site.pool:
         raise _loading()
-    return site.props
+    return site.pool
 
 
 def _loading() -> ApiError:
     return ApiError("the model is being loaded", status=503, kind="unavailable_error", code="loading")
+
+
+async def _in_thread(site: Site, http: HttpRequest, function: Callable[..., _T], *values: Any) -> _T:
+    """Return the result of a function that uses the model. It may never run if the client leaves."""
+    try:
+        result = asyncio.get_running_loop().run_in_executor(site.threads, function, *values)
+    except RuntimeError:
+        # the threads take no more work, because the server stops
+        raise stopped() from None
+    try:
+        return await _unless_gone(http, result)
+    except asyncio.CancelledError:
+        # the server has cancelled work that has not begun
+        raise stopped() from None
 
 
 async def _unless_gone(http: HttpRequest, result: Awaitable[_T]) -> _T:

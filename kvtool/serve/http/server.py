@@ -67,15 +67,16 @@ def serve(
         try:
             with opened() as pool:
                 try:
+                    site.start(pool)
                     ready(pool)
                     pool.run(site.jobs)
                 finally:
                     # the model is freed next, so no thread may use it
-                    site.threads.close()
+                    site.pool = None
+                    site.threads.shutdown(cancel_futures=True)
         except BaseException as error:  # noqa: BLE001
             # the main thread raises this error again
             failed.append(error)
-            site.props = None
             server.should_exit = True
 
     # a daemon thread ends with the process; this is safe at any time, because files are never half written

@@ -1,14 +1,22 @@
-"""Values that must be the same when a chat is continued, and messages about values that differ."""
+"""What the JSON of a chat's session holds: the text, the options, and values that must not change.
+
+`meta_of` and `Conversation.save` make the JSON. `is_chat` checks it. `difference` and `resumed` read it when
+a chat is continued.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import asdict
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import kvtool
 from kvtool import policies
-from kvtool.cli.progress import bytes_progress
 from kvtool.config.run import RunOptions
 from kvtool.options import declared
 from kvtool.units import FEW_BITS, PLAIN
@@ -16,6 +24,31 @@ from kvtool.units import FEW_BITS, PLAIN
 if TYPE_CHECKING:
     from kvtool.chats.template import Template
     from kvtool.engine.loop import Engine
+    from kvtool.models.fetch import Progress
+
+_CHAT: dict[str, Any] = {
+    **dict.fromkeys(("kvtool", "saved"), str),
+    **dict.fromkeys(("n_turn", "n_past", "n_reply", "cells", "kv_bytes"), (int, float)),
+    "system": (str, NoneType),
+    "messages": [{"role": str, "content": str}],
+    "writer": {"seed": int, "recent": list, "unread": list},
+    "options": {"model": str},
+    "fixed": {
+        **dict.fromkeys(("model_sha256", "policy"), str),
+        "llama_cpp": object,
+        "parameters": {"budget": int, "slack": int},
+    },
+}
+"""Values that the JSON of every chat has, with their types. A list shows the type of each item."""
+
+_MORE: dict[str, Any] = {
+    **dict.fromkeys(("reasoning_content", "tool_call_id"), str),
+    "tool_calls": [{"id": str, "function": {"name": str, "arguments": str}}],
+}
+"""Values that a message may also have, with their types."""
+
+Hashing: TypeAlias = "Callable[[str], AbstractContextManager[Progress]]"
+"""Function that takes the name of a file that is hashed, and yields a callback to show the progress."""
 
 _ROTATED = "rotated "
 """A session's archive type has this prefix if the archive's numbers are multiplied by a Hadamard matrix."""
@@ -44,17 +77,83 @@ _NAMES = {"policy_package": "a policy of the package", "llama_cpp": "llama.cpp"}
 """Names of values in messages. Other values are named after the option that sets them."""
 
 
-def fixed_of(engine: Engine, run: RunOptions, template: Template | None) -> dict[str, Any]:
+def is_chat(meta: Any) -> bool:
+    """True if JSON has all values that every chat has, with their types."""
+    return _fits(meta, _CHAT)
+
+
+def are_messages(value: Any) -> bool:
+    """True if JSON is a list of messages, each with role and content."""
+    return _fits(value, _CHAT["messages"]) and all(
+        _fits(message[name], wanted) for message in value for name, wanted in _MORE.items() if name in message
+    )
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return isinstance(value, dict) and all(_fits(value.get(name), wanted[name]) for name in wanted)
+    if isinstance(wanted, list):
+        return isinstance(value, list) and all(_fits(each, wanted[0]) for each in value)
+    return isinstance(value, wanted)
+
+
+def meta_of(engine: Engine, n_turn: int, fixed: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a session stores in addition to those of `Conversation.save`.
+
+    fixed: result of `fixed_of`. kept: values of the options that are saved in the session.
+    """
+    return {
+        "kvtool": kvtool.__version__,
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "n_turn": n_turn,
+        "n_past": engine.n_past,
+        "cells": engine.mean_kv,
+        "kv_bytes": engine.cache_bytes,
+        "archived": engine.n_archived,
+        "archive_bytes": engine.archive_bytes,
+        "fixed": fixed,
+        "options": {**kept, "model": os.path.abspath(engine.model.path), "policy": fixed["policy"]},
+    }
+
+
+def resumed(run: RunOptions, saved: dict[str, Any]) -> RunOptions:
+    """Return the options of a chat that continues a session. Raises UsageError.
+
+    The policy of the session is treated as if the user had typed it.
+
+    A session of an old kvtool may have parameters that the policy no longer has. If the user did not type -o,
+    these parameters are then dropped from the options. The session's adjustable parameters are also dropped:
+    their default values are used, because they need not be the same when a chat is continued.
+    """
+    is_typed, run = "options" in run.typed, run.resumed(saved["options"])
+    kind, parameters = policies.load(run.policy), saved["fixed"]["parameters"]
+    if run.budget is None and kind.has_recall():
+        # use the session's budget, because earlier versions of kvtool had another default budget
+        run = replace(run, budget=str(parameters["budget"]))
+    stored = saved["fixed"].get("archive_type")
+    run = replace(run, is_plain=stored == run.archive_type and stored in FEW_BITS)
+    if not is_typed and parameters.keys() - {"budget", "slack", *policies.params(kind)}:
+        stay = policies.params(kind).keys() - set(kind.adjustable)
+        run = replace(run, options=tuple(o for o in run.options if o.partition("=")[0] in stay))
+    return run.changed(policy=run.policy)
+
+
+def fixed_of(
+    engine: Engine,
+    run: RunOptions,
+    template: Template | None,
+    hashing: Hashing,
+) -> dict[str, Any]:
     """Return the values that must be the same when a chat is continued.
 
-    template: the chat template. None if there is none.
+    template: the chat template. None if there is none. hashing: shows the progress of hashing the model.
     """
     from kvtool.llama.devices import library_info
     from kvtool.models.download import sha256
 
     path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable
     policy = run.policy
-    with bytes_progress(f"hashing {path.name}", piped=False) as progress:
+    with hashing(path.name) as progress:
         digest = sha256(path, progress)
     lora = [f"{sha256(its.path)}:{its.scale!r}" for its in engine.model.adapters]
     return {
