@@ -1,17 +1,17 @@
-"""The HTTP side without an engine: encodings of bodies, methods, addresses, origins, and the access log."""
+"""The HTTP side without an engine: bodies, methods, addresses, origins, and the access log."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import gzip
 import json
 import re
 import socket
 import threading
-import zlib
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kvtool.errors import LibraryError
@@ -40,47 +40,10 @@ def post(content, encoding=None, **site):
     return answer.status_code, body.get("error", {}).get("message"), answer.headers
 
 
-def packed(data):
-    """Compress with gzip. The header has no time, so the bytes are the same in every run."""
-    return gzip.compress(data, mtime=0)
-
-
-def bare(data):
-    deflate = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-    return deflate.compress(data) + deflate.flush()
-
-
-@pytest.mark.parametrize(
-    ("encoding", "data"),
-    [
-        ("gzip", packed(BODY)),
-        ("GZIP", packed(BODY)),
-        ("x-gzip", packed(BODY)),
-        # two gzip files, concatenated
-        ("gzip", packed(BODY[:20]) + packed(BODY[20:])),
-        ("deflate", zlib.compress(BODY)),
-        ("deflate", bare(BODY)),
-        ("identity", BODY),
-    ],
-    ids=["gzip", "capitals", "x-gzip", "parts", "deflate", "bare", "identity"],
-)
-def test_compressed_body_is_decoded(encoding, data):
-    assert post(data, encoding)[:2] == (200, None)
-
-
-def test_undecodable_body_is_refused_with_the_reason():
-    for encoding in ("br", "zstd", "gzip, gzip"):
-        status, words, headers = post(BODY, encoding)
-        assert (status, headers["accept-encoding"]) == (415, "gzip, deflate")
-        assert words == f"the body has the encoding {encoding}; send it plain, or as gzip or deflate"
-    for encoding, data, words in (
-        ("gzip", BODY, "the body is not gzip, as its Content-Encoding says"),
-        ("deflate", b"\xff" * 50, "the body is not deflate, as its Content-Encoding says"),
-        ("gzip", gzip.compress(BODY)[:-9], "the body ends in the middle of its gzip data"),
-        ("gzip", gzip.compress(BODY) + b"y\0", "the body is not gzip, as its Content-Encoding says"),
-        ("gzip", b"", "the body ends in the middle of its gzip data"),
-    ):
-        assert post(data, encoding)[:2] == (400, words)
+def test_encoded_body_is_refused():
+    assert post(BODY, "identity")[0] == 200
+    for encoding in ("gzip", "deflate", "br", "gzip, gzip"):
+        assert post(BODY, encoding)[:2] == (415, f"the body has the encoding {encoding}; send it plain")
 
 
 @pytest.mark.parametrize(
@@ -101,34 +64,10 @@ def test_unparsable_body_is_refused_with_the_reason(body, words):
     assert words in said
 
 
-def test_decompressed_body_may_not_exceed_the_limit():
-    limits = Limits(max_bytes=10_000)
-    for data, encoding in ((gzip.compress(b" " * 10**6), "gzip"), (zlib.compress(b" " * 10**6), "deflate")):
-        assert len(data) < limits.max_bytes
-        assert post(data, encoding, limits=limits)[:2] == (413, "the body has more than 10000 bytes")
-    parts = gzip.compress(b" " * 6_000)
-    assert post(parts * 2, "gzip", limits=limits)[0] == 413
-
-
-def test_gzip_body_of_many_parts_is_decoded_in_linear_time(monkeypatch):
-    n_fed, made = 0, zlib.decompressobj
-
-    class Counting:
-        def __init__(self, window):
-            self._decoder = made(window)
-
-        def decompress(self, data, most):
-            nonlocal n_fed
-            n_fed += len(data)
-            return self._decoder.decompress(data, most)
-
-        def __getattr__(self, name):
-            return getattr(self._decoder, name)
-
-    monkeypatch.setattr(zlib, "decompressobj", Counting)
-    n_part = 1000
-    assert post(packed(b"") * n_part + packed(BODY), "gzip")[:2] == (200, None)
-    assert n_fed <= (n_part + 1) * 2**10
+def test_body_may_not_exceed_the_limit():
+    assert post(BODY, limits=Limits(max_bytes=len(BODY)))[0] == 200
+    limits = Limits(max_bytes=len(BODY) - 1)
+    assert post(BODY, limits=limits)[:2] == (413, f"the body has more than {len(BODY) - 1} bytes")
 
 
 def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch):
@@ -144,12 +83,15 @@ def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch)
     monkeypatch.setattr(requests, "check_chat", noted(requests.check_chat))
     post(BODY)
     assert [thread(), thread()] == [True, True]
-    for content, encoding in ((b" " * 2**17 + BODY, None), (packed(BODY), "gzip")):
-        assert post(content, encoding)[0] == 200
-        assert [thread(), thread()] == [False, False]
-    tokenizer = {"tokenize": noted(lambda *text: [1, 2]), "detokenize": noted(lambda tokens: b"a")}
+    assert post(b" " * 2**17 + BODY)[0] == 200
+    assert [thread(), thread()] == [False, False]
+    model = SimpleNamespace(
+        tokenize=lambda *text, **how: threads.append(threading.current_thread()) or np.array([1, 2]),
+        piece=lambda token, special: threads.append(threading.current_thread()) or b"a",
+        n_vocab=8,
+    )
     for path, content in (("tokenize", b'{"content": "a"}'), ("detokenize", b'{"tokens": [1]}')):
-        assert send(f"/{path}", "POST", content=content, **tokenizer).status_code == 200
+        assert send(f"/{path}", "POST", content=content, model=model).status_code == 200
         assert not thread()
 
 
@@ -388,7 +330,7 @@ def test_log_and_metrics_show_if_stopping_the_server_cut_an_answer(stream):
 @pytest.mark.parametrize("stream", [True, False])
 def test_log_and_metrics_show_if_the_client_disconnected(stream):
     lines, waiting = [], JobQueue(1)
-    site = Site("m", "h2o", waiting, props={}, log=lines.append)
+    site = Site("m", "h2o", waiting, pool=object(), log=lines.append)
     asgi_app = app.make(site)
     is_gone = asyncio.Event()
 

@@ -275,13 +275,6 @@ PLANTED = {
         'where = f"tools[{len(tools)}]"',
         ("serve/test_serve_fields.py",),
     ),
-    "serve, decoded bodies": Fault(
-        "a small body may become a large one",
-        "kvtool/serve/http/gate.py",
-        "        if len(decoded) > most:\n            raise _too_large(most)\n        at +=",
-        "        at +=",
-        ("serve/test_serve_gate.py",),
-    ),
     "serve, origins": Fault(
         "a page may ask whose origin begins with an allowed one",
         "kvtool/serve/http/gate.py",

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import re
 import socket
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -28,16 +27,8 @@ _T = TypeVar("_T")
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Pattern of origins that are always allowed: pages from this machine may send requests."""
 
-_ENCODINGS = ("gzip", "x-gzip", "deflate")
-"""Content encodings of request bodies that can be decoded."""
-
 _SMALL = 2**16
 """Maximum number of bytes of a body that the main thread parses and checks."""
-
-_PIECE = 2**10
-"""Number of encoded bytes that are decoded at once. At the end of each part of gzip data, the decoder copies
-the remaining bytes of the piece. With many short parts, longer pieces would be slow.
-"""
 
 
 @dataclass(slots=True)
@@ -55,7 +46,7 @@ class Limits:
         Origins of web pages and apps that may send requests. Pages from this machine are always allowed. "*"
         allows all origins.
     max_bytes
-        Maximum number of bytes of a body, before and after decoding.
+        Maximum number of bytes of a body.
     read_timeout
         Maximum time until a body has arrived, in seconds.
     """
@@ -188,10 +179,10 @@ async def checked(limits: Limits, http: Request, check: Callable[[Any], _T]) -> 
 
     A long body is parsed and checked in another thread.
     """
-    encoding = http.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity", *_ENCODINGS):
+    encoding = http.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
         raise ApiError(
-            f"the body has the encoding {shown(encoding)}; send it plain, or as gzip or deflate",
+            f"the body has the encoding {shown(encoding)}; send it plain",
             status=415,
             code="unsupported_encoding",
         )
@@ -199,15 +190,9 @@ async def checked(limits: Limits, http: Request, check: Callable[[Any], _T]) -> 
         data = await asyncio.wait_for(_bytes(limits, http), limits.read_timeout)
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to arrive", status=408, code="timeout") from None
-    if encoding not in _ENCODINGS and len(data) <= _SMALL:
+    if len(data) <= _SMALL:
         return check(parsed(data))
-
-    def work() -> _T:
-        is_encoded = encoding in _ENCODINGS
-        return check(parsed(_decoded(data, encoding, limits.max_bytes) if is_encoded else data))
-
-    # use another thread, because large data take time, and decoded data can be a thousand times as long
-    return await asyncio.to_thread(work)
+    return await asyncio.to_thread(lambda: check(parsed(data)))
 
 
 async def _bytes(limits: Limits, http: Request) -> bytes:
@@ -215,33 +200,8 @@ async def _bytes(limits: Limits, http: Request) -> bytes:
     async for part in http.stream():
         n += len(part)
         if n > limits.max_bytes:
-            raise _too_large(limits.max_bytes)
+            raise ApiError(
+                f"the body has more than {limits.max_bytes} bytes", status=413, code="body_too_large"
+            )
         parts.append(part)
     return b"".join(parts)
-
-
-def _decoded(data: bytes, encoding: str, most: int) -> bytes:
-    """Return the decoded data. Raises ApiError if the data have more than `most` bytes."""
-    # Some clients send deflate without a zlib header. With a header, the low 4 bits of the first byte are 8
-    is_bare = encoding == "deflate" and data[:1] and data[0] & 0x0F != 8
-    window = -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32
-    decoder, decoded, at = zlib.decompressobj(window), bytearray(), 0
-    while at < len(data):
-        if decoder.eof:
-            # continue with the rest, because gzip data may have several parts
-            decoder = zlib.decompressobj(window)
-        piece = data[at : at + _PIECE]
-        try:
-            decoded += decoder.decompress(piece, most + 1 - len(decoded))
-        except zlib.error:
-            raise ApiError(f"the body is not {encoding}, as its Content-Encoding says") from None
-        if len(decoded) > most:
-            raise _too_large(most)
-        at += len(piece) - len(decoder.unused_data)
-    if not decoder.eof:
-        raise ApiError(f"the body ends in the middle of its {encoding} data")
-    return bytes(decoded)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(f"the body has more than {most} bytes", status=413, code="body_too_large")
