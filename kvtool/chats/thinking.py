@@ -79,7 +79,7 @@ class Splitter:
     """Splits a reply into its thought and its answer, piece by piece.
 
     A thought can only be at the beginning of a reply, or directly after another thought. Later tags are
-    ordinary text.
+    ordinary text. Line breaks between the thought and the answer belong to neither.
 
     Parameters
     ----------
@@ -98,6 +98,7 @@ class Splitter:
         # None while it is unknown whether the reply begins with a thought
         self._is_thought: bool | None = True if is_open else None
         self.had_thought = is_open
+        self._has_answer = False
 
     @classmethod
     def behind(cls, tags: Tags, begun: str) -> Splitter:
@@ -139,14 +140,22 @@ class Splitter:
                 return
             # `plain`, a tool call or another thought may follow
             self._is_thought = None if plain else False
-        if text:
-            yield False, text
+        yield from self._answer(text)
 
     def end(self) -> Iterator[tuple[bool, str]]:
         """Yield the text that `feed` has held back. Called at the end of the reply."""
-        if self._held:
-            yield bool(self._is_thought), self._held
-            self._held = ""
+        text, self._held = self._held, ""
+        if not self._is_thought:
+            yield from self._answer(text)
+        elif text:
+            yield True, text
+
+    def _answer(self, text: str) -> Iterator[tuple[bool, str]]:
+        if self.had_thought and not self._has_answer:
+            text = text.lstrip("\n")
+        if text:
+            self._has_answer = True
+            yield False, text
 
 
 def control_tokens(model: Model, tags: Tags) -> frozenset[int]:
@@ -156,14 +165,14 @@ def control_tokens(model: Model, tags: Tags) -> frozenset[int]:
 
 
 def apart(text: str, splitter: Splitter) -> tuple[str, str]:
-    """Return the thought of a reply, and its answer without the line breaks between them."""
+    """Return the thought and the answer of a reply."""
     parts = [*splitter.feed(text), *splitter.end()]
     thought, answer = (
         "".join(part for kind, part in parts if kind is is_thought) for is_thought in (True, False)
     )
-    return thought, answer.lstrip("\n") if splitter.had_thought else answer
+    return thought, answer
 
 
 def without_thought(text: str, splitter: Splitter) -> str:
-    """Return the answer of a reply, without its thought and the line breaks after it."""
+    """Return the answer of a reply, without its thought."""
     return apart(text, splitter)[1]

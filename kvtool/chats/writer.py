@@ -171,14 +171,12 @@ class Writer:
         self._restored = True
 
     @delayed
-    def rewind(
-        self, n: int, saved: Mapping[str, Any], seed: int | None = None, *, again: bool = False
-    ) -> bool:
+    def rewind(self, n: int, saved: Mapping[str, Any], *, again: bool = False) -> bool:
         """Rewind to the first n tokens.
 
         If the engine cannot keep all n tokens, it reads the missing tokens again before the next text.
 
-        saved: the state that `save` returned after n tokens. seed: seed that replaces the saved seed.
+        saved: the state that `save` returned after n tokens.
         again: what to do if the archive has dropped tokens that rewinding needs. If True, the cache is
         emptied, and all n tokens are read again. If False, nothing changes, and the result is False.
         """
@@ -187,7 +185,7 @@ class Writer:
             # An earlier call was stopped while it read the stream again. Therefore some of the first n tokens
             # are unread, and they stay unread
             missing = self._unread[:n_missing]
-            self.restore(saved, self.tokens, seed)
+            self.restore(saved, self.tokens)
             self._unread = np.concatenate([missing, self._unread])
             return True
         if (n_kept := self.engine.rewind(n)) is None:
@@ -196,7 +194,7 @@ class Writer:
             self.engine.empty()
             n_kept = 0
         tokens = self.tokens
-        self.restore(saved, tokens[:n_kept], seed)
+        self.restore(saved, tokens[:n_kept])
         self._unread = np.concatenate([tokens[n_kept:n], self._unread])
         return True
 

@@ -94,7 +94,7 @@ class Reply:
             elif self._parser:
                 yield from self._of_parts(self._parser.feed(text))
             else:
-                yield from self._text(text)
+                yield self._add("content", text)
 
     def _of_parts(self, parts: Iterable[TextOrCall]) -> Iterator[Delta]:
         for part in parts:
@@ -106,14 +106,7 @@ class Reply:
                 yield {"tool_calls": [{"index": part.index, **begun}]}
                 yield {"tool_calls": [{"index": part.index, "function": arguments}]}
             else:
-                yield from self._text(part)
-
-    def _text(self, text: str) -> Iterator[Delta]:
-        if self._splitter and self._splitter.had_thought and not self.message["content"]:
-            # remove line breaks after the thought, because they come from the template
-            text = text.lstrip("\n")
-        if text:
-            yield self._add("content", text)
+                yield self._add("content", part)
 
     def _add(self, name: str, text: str) -> Delta:
         self.message[name] = self.message.get(name, "") + text

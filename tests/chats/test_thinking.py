@@ -39,7 +39,10 @@ def parts(text, n, tags=THINK, **how):
     ("text", "thought", "said"),
     [
         ("<think>one</think>two", "one", "two"),
-        ("\n <think>\none </thin k></think>\n\ntwo", "\none </thin k>", "\n\ntwo"),
+        ("\n <think>\none </thin k></think>\n\ntwo", "\none </thin k>", "two"),
+        ("<think>one</think>\n\n two\n", "one", " two\n"),
+        ("<think></think>\n\n", "", ""),
+        ("\n\ntwo", "", "\n\ntwo"),
         ("<think>never closed", "never closed", ""),
         ("<think></think>", "", ""),
         # A tag that is not at the beginning of a reply is text. An incomplete tag is also text.

@@ -18,6 +18,8 @@ from kvtool.serve.http.app import Site
 from kvtool.serve.queue import JobQueue
 from tests.held import PATIENCE_S
 
+_MODEL = SimpleNamespace(n_ctx_train=64, n_vocab=8)
+
 
 class Here:
     """A server that is ready.
@@ -68,7 +70,7 @@ def send(
     n_waiting=1,
     is_loaded=True,
     count=None,
-    model=SimpleNamespace(n_ctx_train=64, n_vocab=8),
+    model=_MODEL,
     **site,
 ):
     """Return the answer to one request to a server without a model.

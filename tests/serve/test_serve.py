@@ -10,7 +10,7 @@ import sys
 import httpx2 as httpx
 import pytest
 
-from kvtool.serve.store.leftovers import SUFFIX
+from kvtool.serve.store.chats import SUFFIX
 from tests import forked
 from tests.held import PATIENCE_S, until
 from tests.serve.asking import message

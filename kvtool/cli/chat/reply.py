@@ -40,7 +40,6 @@ class ReplyView:
         self._out = ReplyStream(console, plain=plain)
         self._live: Live | None = None
         self._started = self._drawn = 0.0
-        self._is_new = True
 
     def __enter__(self) -> ReplyView:
         return self
@@ -64,12 +63,7 @@ class ReplyView:
             self._think(text)
             return
         self._fold()
-        if self._is_new and self.thought:
-            # drop the line breaks that templates put between a thought and the answer
-            text = text.lstrip("\n")
-        if text:
-            self._is_new = False
-            self._out.write(text)
+        self._out.write(text)
 
     def _think(self, text: str) -> None:
         self.thought += text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Collection, Iterator
@@ -25,8 +26,16 @@ from kvtool.chats.conversation import Conversation
 from kvtool.chats.undo import Mark
 from kvtool.errors import SessionError
 from kvtool.serve.api.messages import Message
-from kvtool.serve.store.leftovers import PREFIX, SUFFIX, leftovers, remove
 from kvtool.system.files import LOCK, is_locked, locked, spare_folder
+
+SUFFIX = ".kv"
+"""The name of a chat's file ends with this."""
+
+_PREFIX = "serve-"
+"""The name of a server's temporary folder begins with this."""
+
+_YOUNG_S = 60.0
+"""A server needs less than this many seconds to lock its temporary folder."""
 
 _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?\.part)|\.archive(\.next)?)")
 
@@ -254,18 +263,13 @@ class ChatStore:
             digest, n_bytes, used_at = bytes.fromhex(meta["digest"]), session.size(path), path.stat().st_mtime
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
             marks, places = _marks_in(meta), meta.get("checkpoints", [])
-            messages, is_system_only = meta["messages"], _is_system_only(meta["messages"])
+            is_system_only = _is_system_only(meta["messages"])
             if meta.get("fixed") != self.fixed:
                 raise ValueError
         except (SessionError, OSError, LookupError, ValueError, TypeError):
             # the session is damaged, or it belongs to another model or policy
             self.n_others += 1 + len(numbered)
             return
-        for file in numbered:
-            with suppress(OSError, SessionError, LookupError, TypeError):
-                earlier = session.read_meta(file)["messages"]
-                if earlier == messages[: len(earlier)]:
-                    file.unlink()
         used = time.monotonic() - max(time.time() - used_at, 0)
         archive = archive_file.ArchiveFile(path)
         self.chats.append(StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, used))
@@ -305,10 +309,10 @@ def lock_folder(folder: Path | None) -> Iterator[Path]:
     """
     if folder is None:
         spare = spare_folder()
-        for left in leftovers(spare) if spare else ():
-            remove(left.path)
+        if spare:
+            _remove_left(spare)
         with (
-            tempfile.TemporaryDirectory(prefix=PREFIX, dir=spare) as path,
+            tempfile.TemporaryDirectory(prefix=_PREFIX, dir=spare) as path,
             locked(Path(path) / LOCK, wait=False),
         ):
             yield Path(path)
@@ -327,3 +331,12 @@ def lock_folder(folder: Path | None) -> Iterator[Path]:
         raise SessionError(f"{folder} is not a folder; name another one") from None
     except OSError as error:
         raise session.cannot("write", folder, error) from None
+
+
+def _remove_left(cache: Path) -> None:
+    """Remove the temporary folders of killed servers: those that are not locked, except young ones."""
+    for folder in cache.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _YOUNG_S:
+                with locked(folder / LOCK, wait=False):
+                    shutil.rmtree(folder, ignore_errors=True)
