@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property
 from io import FileIO
 from itertools import chain
@@ -124,7 +124,7 @@ class Conversation:
         self.undoable = undoable
         self.undo_stack = UndoStack()
         self.open_saved: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
-        # holds archived tokens and checkpoints for the copies that `_copy` makes
+        # holds archived tokens and checkpoints for the copies that `_files` makes
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
@@ -175,7 +175,9 @@ class Conversation:
             # the header leaves no room in the cache
             self.use_template(before)
             raise
-        self.effort, self.thought_budget = effort, budget
+        if (effort, budget) != (self.effort, self.thought_budget):
+            self.effort, self.thought_budget = effort, budget
+            self.version += 1
 
     @cached_property
     def efforts(self) -> Efforts:
@@ -505,6 +507,7 @@ class Conversation:
             "writer": self.writer.save(),
             "marks": [mark[:-1] for mark in self.undo_stack.marks],
             "effort": self.effort,
+            "thought_budget": self.thought_budget,
         }, arrays
 
     def save_to(self, path: Path, archive_file: ArchiveFile, meta: session.Meta) -> Listing:
@@ -531,24 +534,23 @@ class Conversation:
         # sessions of earlier versions have no id
         self.id = meta.get("id") or secrets.token_hex(8)
         self.is_pinned = True
-        # sessions of earlier versions have no effort
-        if (effort := meta.get("effort")) != self.effort:
-            self.use_template(self._under(effort, self.thought_budget))
-            self.effort = effort
 
-    def restore_with_budget(self, meta: session.Meta, arrays: session.Arrays, budget: int | None) -> None:
-        """Continue as `restore` does, with the thinking budget that the saved chat had."""
+    def _restore_with_thinking(self, meta: session.Meta, arrays: session.Arrays) -> None:
+        """Continue as `restore` does, with the saved thinking effort and thinking budget."""
         self.restore(meta, arrays)
-        if budget != self.thought_budget:
-            self.thought_budget = budget
-            self.use_template(self._under(self.effort, budget))
+        # sessions of earlier versions have the budget only among the options, and may have no effort
+        budget = meta.get("thought_budget", meta.get("options", {}).get("think_budget"))
+        effort = meta.get("effort")
+        if (effort, budget) != (self.effort, self.thought_budget):
+            self.use_template(self._under(effort, budget))
+            self.effort, self.thought_budget = effort, budget
 
-    def resume(self, meta: session.Meta, arrays: session.Arrays, budget: int | None = None) -> None:
-        """Continue as `restore_with_budget` does, and push the saved marks, so that turns can be undone.
+    def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
+        """Continue as `restore` does, also with the saved thinking and marks, so that turns can be undone.
 
         Sessions have no copies. Earlier changes for which `undo` needs a copy therefore cannot be undone.
         """
-        self.restore_with_budget(meta, arrays, budget)
+        self._restore_with_thinking(meta, arrays)
         # sessions of earlier versions have no marks
         for mark in (Mark(*saved) for saved in meta.get("marks", ())):
             # A server saves a mark after every reply. Keep only the marks that a user's message follows,
@@ -571,7 +573,7 @@ class Conversation:
         """
         if isinstance(before, Copy):
             saved = session.load(before.file, "the copy of the chat", before.archive)
-            self.restore_with_budget(*saved, before.thought_budget)
+            self._restore_with_thinking(*saved)
             return
         self.writer.rewind(before.n_past, before.writer, again=True)
         self.version += 1
@@ -580,25 +582,22 @@ class Conversation:
     def remember(self, command: str) -> bool:
         """Push the copy that `undo` needs to take back a command.
 
-        Returns False, without pushing a copy, if the chat is not undoable. Also returns False if the disk has
-        no room for the copy after all older marks and copies were dropped.
+        Returns False if the chat is not undoable, or if the disk has no room for the copy after all older
+        copies were dropped. Then nothing can be undone.
         """
-        if not self.undoable:
-            self.undo_stack.close()
-            return False
-        while True:
-            try:
-                files = self.open_saved() or self._copy()
-                self.undo_stack.push(Copy(command, *files, self.thought_budget))
-            except OSError:
-                # The disk may have no room. Drop the oldest mark or copy to make room for the new copy:
-                # without the new copy, undo could not reach the older marks and copies
-                if not len(self.undo_stack):
-                    self._archive_file.close()
-                    return False
-                self.undo_stack.drop_oldest()
-            else:
+        if self.undoable:
+            with suppress(OSError):
+                self.undo_stack.push(Copy(command, *self._files()))
                 return True
+            # the disk may have no room
+            self.undo_stack.drop_copies()
+            with suppress(OSError):
+                self.undo_stack.push(Copy(command, *self._files()))
+                return True
+            self._archive_file.close()
+        # without a copy, undo cannot reach the marks
+        self.undo_stack.close()
+        return False
 
     def undo(self) -> str | None:
         """Take back the last change, and return its name; None if `undo_stack` is empty.
@@ -683,7 +682,10 @@ class Conversation:
         self.undo_stack.close()
         self._archive_file.close()
 
-    def _copy(self) -> tuple[BinaryIO, FileIO | None]:
+    def _files(self) -> tuple[BinaryIO, FileIO | None]:
+        """Return a session file and its archive file that hold the present chat. Raises OSError."""
+        if saved := self.open_saved():
+            return saved
         with ExitStack() as stack:
             file = stack.enter_context(temporary())
             with self._archive_file.write(self.archive, self.writer.engine.checkpoints.to_save()) as listed:

@@ -232,7 +232,7 @@ def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
     for at in range(start, len(data), _BLOCK):
         digest.update(data[at : at + _BLOCK])
     if digest.hexdigest() != wanted:
-        raise _damaged(name, _is_cut(data, start))
+        raise _damaged(name)
     return meta, arrays_in(data, start)
 
 
@@ -249,7 +249,7 @@ def read_tokens(path: Path) -> np.ndarray:
         except ValueError:
             name = ""
         if name != "tokens" or dtype != tokens.dtype.str or len(tokens) != int(n):
-            raise _damaged(str(path), False)
+            raise _damaged(str(path))
         return tokens
 
 
@@ -295,25 +295,9 @@ def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     return meta, _N_FIRST + len(line), first[3].decode()
 
 
-def _is_cut(data: mmap.mmap, at: int) -> bool:
-    """True if the file was cut off before the end of its last array.
-
-    Call this only if the hash of the arrays is wrong.
-    """
-    while at < len(data):
-        end = data.find(b"\n", at)
-        try:
-            _, dtype, shape = data[at : max(end, at)].decode().split()
-            at = end + 1 + int(np.prod([int(n) for n in shape.split(",")])) * np.dtype(dtype).itemsize
-        except (ValueError, TypeError):
-            # without a line break, the file was cut off inside this line; otherwise the line is damaged
-            return end < 0
-    return at > len(data)
-
-
-def _damaged(name: str, is_cut: bool) -> SessionError:
+def _damaged(name: str) -> SessionError:
     return SessionError(
-        f"{name} is {'truncated' if is_cut else 'damaged'} and its chat cannot continue; "
+        f"{name} is damaged and its chat cannot continue; "
         f"`kvtool chat --reread {quote(name)} --session NEW.kv` reads its text again"
     )
 

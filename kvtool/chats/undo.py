@@ -5,7 +5,6 @@ A command that replaces the chat is undone with a copy of the chat on disk.
 
 from __future__ import annotations
 
-import os
 from io import FileIO
 from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -14,14 +13,8 @@ import numpy as np
 
 from kvtool.chats.template import Message
 
-MAX_COPIES = 10
+MAX_COPIES = 3
 """Maximum number of copies."""
-
-MAX_BYTES = 512 * 2**20
-"""Maximum bytes of all copies, without the archive of the newest copy.
-
-The newest copy is always kept, even if it is larger.
-"""
 
 
 def turn_label(text: str) -> str:
@@ -46,14 +39,11 @@ class Copy(NamedTuple):
         Open session file.
     archive
         Open archive file, if the session lists segments.
-    thought_budget
-        `Conversation.thought_budget`, which sessions do not store.
     """
 
     command: str
     file: BinaryIO
     archive: FileIO | None = None
-    thought_budget: int | None = None
 
     def close(self) -> None:
         self.file.close()
@@ -117,41 +107,13 @@ UndoPoint: TypeAlias = "Copy | Mark"
 
 
 class UndoStack:
-    """Stack of marks and copies, oldest first.
-
-    The oldest marks and copies are dropped if there are too many copies, or if they take too many bytes.
-    """
+    """Stack of marks and copies, oldest first. The oldest are dropped if there are too many copies."""
 
     def __init__(self) -> None:
         self._points: list[UndoPoint] = []
 
     def __len__(self) -> int:
         return len(self._points)
-
-    @property
-    def on_disk(self) -> list[Copy]:
-        return [point for point in self._points if isinstance(point, Copy)]
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the copies on disk in bytes, without archives that a session file also uses."""
-        files = sum(os.fstat(copy.file.fileno()).st_size for copy in self.on_disk)
-        return files + sum(self._archives().values())
-
-    def _archives(self) -> dict[int, int]:
-        """Size in bytes of each archive that no session uses.
-
-        The keys are the inodes of the archives, because several copies may share an archive.
-        """
-        stats = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
-        return {stat.st_ino: stat.st_size for stat in stats if not stat.st_nlink}
-
-    def _is_full(self) -> bool:
-        if not (copies := self.on_disk):
-            return False
-        newest = copies[-1].archive
-        shared = self._archives().get(os.fstat(newest.fileno()).st_ino, 0) if newest else 0
-        return len(copies) > MAX_COPIES or (len(copies) > 1 and self.n_bytes - shared > MAX_BYTES)
 
     @property
     def newest(self) -> UndoPoint | None:
@@ -166,8 +128,8 @@ class UndoStack:
 
     def push(self, point: UndoPoint) -> None:
         self._points.append(point)
-        while self._is_full():
-            self.drop_oldest()
+        while sum(isinstance(each, Copy) for each in self._points) > MAX_COPIES:
+            self._points.pop(0).close()
 
     def pop(self) -> UndoPoint:
         """Remove and return the newest mark or copy. The caller must close it."""
@@ -177,9 +139,13 @@ class UndoStack:
         """Drop the marks that are newer than all copies."""
         del self._points[len(self._points) - len(self.marks) :]
 
-    def drop_oldest(self) -> None:
-        self._points.pop(0).close()
+    def drop_copies(self) -> None:
+        """Drop all copies, and the marks that are older than any of them."""
+        marks = self.marks
+        for point in self._points:
+            point.close()
+        self._points = [*marks]
 
     def close(self) -> None:
-        while self._points:
-            self.drop_oldest()
+        self.drop_copies()
+        self.drop_marks()

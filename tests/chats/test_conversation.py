@@ -6,18 +6,17 @@ import io
 import os
 import signal
 import tempfile
-from io import FileIO
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from kvtool import policies
-from kvtool.chats import session, undo
+from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
-from kvtool.chats.undo import Copy, UndoStack, turn_label
+from kvtool.chats.undo import MAX_COPIES, Copy, Mark, UndoStack, turn_label
 from kvtool.chats.writer import Writer
 from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.chat.screen import Terminal, whereabouts
@@ -274,6 +273,31 @@ def test_undo_restores_the_thinking_budget(chat):
     assert talk._past(talk.template) == past
 
 
+def test_thinking_budget_that_the_session_lacks_is_restored(chat, tmp_path):
+    talk = chat(undoable=True)
+    files = ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions(), tmp_path / "chat.kvs")
+    "".join(talk.reply("Name a fruit.", 4))
+    files.keep()
+    talk.set_effort(None, 64)
+    assert talk.remember("/reset")
+    talk.reset()
+    talk.set_effort(None, 7)
+    talk.undo()
+    assert talk.thought_budget == 64
+    files.close()
+
+
+def test_session_of_an_earlier_version_has_the_thinking_budget_among_its_options(chat, tmp_path):
+    talk, again = chat(), chat()
+    talk.set_effort(None, 64)
+    "".join(talk.reply("Name a fruit.", 4))
+    ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions()).save(tmp_path / "chat.kvs")
+    meta, arrays = session.read(tmp_path / "chat.kvs")
+    assert meta.pop("thought_budget") == meta["options"]["think_budget"] == 64
+    again.resume(meta, arrays)
+    assert again.thought_budget == 64
+
+
 def test_turns_rendered_with_another_thinking_budget_cannot_be_undone(chat):
     talk = chat()
     talk.use_template(Template(COUNTS, "", ""))
@@ -456,10 +480,6 @@ def test_undone_turns_leave_no_trace_in_the_archive(keep, tmp_path, has_session)
         assert talk.archive.end < archived
         for question in (text, "Of whom?"):
             say(talk, files, question)
-    # The bytes of an archive are counted once, even if several copies share it. They are not counted if a
-    # session uses the archive.
-    assert talk.undo_stack.n_bytes < 4 * len(talk.undo_stack) * 2**20
-
     plain, plain_files = keep(tmp_path / "plain.kvs")
     for text in (story, "And of a storm that lasts for a week.", "Of whom?"):
         say(plain, plain_files, text)
@@ -497,7 +517,7 @@ def test_recall_undoes_turns_without_copies(chat, monkeypatch):
         replies.append("".join(talk.reply(text, 12)))
     engine, n_all = talk.writer.engine, talk.writer.engine.n_past
     assert engine.n_archived > 200
-    assert (len(talk.undo_stack), talk.undo_stack.n_bytes) == (len(texts), 0)
+    assert len(talk.undo_stack) == len(talk.undo_stack.marks) == len(texts)
     read, plain = [], engine.context.decode
     monkeypatch.setattr(
         engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
@@ -530,7 +550,7 @@ def test_evicting_policies_undo_turns_without_copies_even_after_resume(chat, tmp
 
     talk, files = talker()
     history = []
-    monkeypatch.setattr(talk, "_copy", None)
+    monkeypatch.setattr(talk, "_files", None)
     for text in ("Name a fruit. " * 9, "And a colour. " * 7, "And an animal."):
         history.append((list(talk.messages), text, say(talk, text)))
         files.keep()
@@ -689,41 +709,17 @@ def copy_of(n):
     return file
 
 
-def test_archive_shared_by_copies_is_counted_once(monkeypatch):
-    monkeypatch.setattr(undo, "MAX_BYTES", 100)
-
-    def share(file):
-        return FileIO(os.dup(file.fileno()))
-
-    with copy_of(300) as large, copy_of(90) as older, tempfile.NamedTemporaryFile() as named:
-        named.write(b"x" * 500)
-        named.flush()
-        copies = UndoStack()
-        for archive, n_bytes, n_copy in (
-            (large, 310, 1),
-            (large, 320, 2),
-            # the bytes of `named` are not counted, because a session uses this file
-            (named, 10, 1),
-            (older, 20 + 90, 2),
-        ):
-            copies.push(Copy("", copy_of(10), share(archive)))
-            assert (copies.n_bytes, len(copies)) == (n_bytes, n_copy)
-        copies.close()
-
-
-@pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
-def test_undo_stack_drops_its_oldest_copies_first(monkeypatch, sizes, left):
-    monkeypatch.setattr(undo, "MAX_COPIES", 3)
-    monkeypatch.setattr(undo, "MAX_BYTES", 100)
-    copies, given = UndoStack(), [copy_of(n) for n in sizes]
+def test_undo_stack_drops_its_oldest_copies_first():
+    copies, given = UndoStack(), [copy_of(1) for _ in range(MAX_COPIES + 2)]
     for i, file in enumerate(given):
+        copies.push(Mark(i, 0, 0, {"unread": []}))
         copies.push(Copy(str(i), file))
-    assert len(copies) == left
-    assert [file.closed for file in given] == [True] * (len(sizes) - left) + [False] * left
-    assert copies.n_bytes == sum(sizes[-left:])
-    assert copies.pop().command == str(len(sizes) - 1)
+    # the mark before the oldest copy that is left belongs to the same stream
+    assert len(copies) == 2 * MAX_COPIES
+    assert [file.closed for file in given] == [True] * 2 + [False] * MAX_COPIES
+    assert copies.pop().command == str(MAX_COPIES + 1)
     copies.close()
-    assert [file.closed for file in given] == [True] * (len(sizes) - 1) + [False]
+    assert [file.closed for file in given] == [True] * (MAX_COPIES + 1) + [False]
     given[-1].close()
 
 
@@ -732,17 +728,18 @@ def test_full_disk_drops_older_undo_copies_and_leaves_no_gap(chat, monkeypatch):
     "".join(talk.reply("one", 2))
     for text in ("two", "three"):
         assert talk.remember(text)
+    "".join(talk.reply("four", 2))
     plain, n_free = session.dump, 1
 
     def dump(file, *what):
-        if len(talk.undo_stack) > n_free:
+        if sum(isinstance(each, Copy) for each in talk.undo_stack._points) >= n_free:
             raise OSError("no space left")
         plain(file, *what)
 
     monkeypatch.setattr(session, "dump", dump)
-    assert talk.remember("four")
-    assert len(talk.undo_stack) == 2
-    n_free = -1
+    assert talk.remember("five")
+    assert [talk.undo() for _ in range(3)] == ["five", 'the turn "four"', None]
+    n_free = 0
     assert not talk.remember("/reset")
     assert talk.undo() is None
     assert talk.n_turn == 1

@@ -156,31 +156,28 @@ def test_store_keeps_archives_of_moved_chats_and_removes_partial_files(tmp_path)
         assert chats.n_others == 1
 
 
-def test_files_of_earlier_turns_are_removed_if_the_session_has_them(tmp_path):
+def test_newest_file_of_earlier_turns_takes_the_place_of_a_missing_session(tmp_path):
     """Earlier versions of kvtool kept a chat's earlier turns in FILE.1, FILE.2, ..."""
     messages = [message("user", "one"), message("assistant", "two"), message("user", "three")]
-    other_chat = [message("user", "of another chat")]
 
     def stored(name, messages):
         meta = {"digest": name[0] * 4, "messages": messages, "fixed": {}, "marks": []}
         session.write(tmp_path / name, meta, [("tokens", np.arange(3, dtype=np.int32))])
 
-    one, two, three, damaged = (f"{letter * 16}.kv" for letter in "abcd")
+    one, two, damaged = (f"{letter * 16}.kv" for letter in "abc")
     stored(one, messages)
     stored(f"{one}.1", messages[:1])
-    stored(f"{one}.2", other_chat)
     for n in (1, 2, 10):
         stored(f"{two}.{n}", messages[: n % 8])
-    stored(three, other_chat)
     stored(f"{damaged}.1", messages)
     (tmp_path / damaged).write_bytes(b"x")
     for _ in range(2):
         with closing(ChatStore(tmp_path, 10**9, {})) as chats:
-            assert sorted(chat.path.name for chat in chats.chats) == [one, two, three]
+            assert sorted(chat.path.name for chat in chats.chats) == [one, two]
             assert chats.n_others == 2
         assert session.read_meta(tmp_path / two)["messages"] == messages[:2]
         names = sorted(path.name for path in tmp_path.iterdir())
-        assert names == [one, f"{one}.2", two, three, damaged, f"{damaged}.1"]
+        assert names == [one, f"{one}.1", two, f"{two}.1", f"{two}.2", damaged, f"{damaged}.1"]
 
 
 @pytest.mark.parametrize("messages", [None, 5, ["x"], [{"content": "x"}]])

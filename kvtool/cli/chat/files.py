@@ -113,8 +113,7 @@ class ChatFiles:
     def continue_chat(self, meta: Meta, arrays: Arrays) -> None:
         """Continue a chat that `read` returned. To make this undoable, call `Conversation.remember` first."""
         with restoring_progress(self.chat.archive):
-            # the prompt may contain the thinking budget; sessions of earlier versions do not store it
-            self.chat.resume(meta, arrays, meta["options"].get("think_budget"))
+            self.chat.resume(meta, arrays)
 
     def set(self, name: str, text: str | None) -> None:
         """Change one sampling option. The new value is used from the next text on.

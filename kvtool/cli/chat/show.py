@@ -55,7 +55,7 @@ def stats(terminal: Terminal) -> None:
     """
     from kvtool.measure.holdings import n_forgotten
 
-    engine, copies = terminal.engine, terminal.conversation.undo_stack
+    engine = terminal.engine
     n_made, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
     held, most = f"{engine.mean_live:,.0f} tokens per row", f"at most {engine.policy.budget:,}"
     is_full = engine.policy.budget == engine.n_ctx
@@ -81,8 +81,6 @@ def stats(terminal: Terminal) -> None:
     }
     if n := len(engine.checkpoints):
         rows["checkpoints"] = f"{n}, {format_bytes(engine.checkpoints.n_bytes)} of host memory"
-    if copies.on_disk:
-        rows["copies for /undo"] = f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk"
     if terminal.tokens_per_s:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
     if writer.n_drafted:
