@@ -12,7 +12,6 @@ from kvtool.chats.marks import escaped, tokens_of
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import Message, Template
 from kvtool.chats.writer import Writer
-from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
@@ -22,7 +21,6 @@ from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.measure import perplexity
 from kvtool.policy import Policy
-from kvtool.tasks.shared import Shared
 
 N_OUTPUT = 64
 """Maximum number of tokens of an answer that are scored in one batch."""
@@ -78,8 +76,6 @@ class Reader:
         Number of tokens of the last prompt that were read.
     is_cut
         True if the middle of the last prompt was cut out.
-    shared
-        Reads each prompt once for several readers. If None, this reader reads its prompts itself.
     while_reading
         Function that is called before each step of reading a prompt. Its arguments are the number of tokens
         read so far and the number of all tokens of the prompt.
@@ -108,7 +104,6 @@ class Reader:
         self.full = self
         if full_for:
             self.full = Reader(model, full_for, settings, template, n_prompt, sampling=sampling, seed=seed)
-        self.shared: Shared | None = None
         self._sampling, self._seed = sampling, seed
         self.while_reading: Callable[[int, int], None] = lambda done, n: None
         self._policy_for = policy_for
@@ -166,7 +161,7 @@ class Reader:
             # hold no tokens while the first part is read, because the reply header is in the rest
             self.engine.hold(0)
         if len(first):
-            self._read_part(first, 0, len(tokens), self.shared.whole(first) if self.shared else None)
+            self._read_part(first, 0, len(tokens))
         if len(rest):
             self.engine.hold(self._n_held if self.template else 0)
             self._read_part(rest, len(first), len(tokens))
@@ -282,9 +277,7 @@ class Reader:
         self.n_read = len(tokens)
         self._read_part(tokens, 0, len(tokens))
 
-    def _read_part(
-        self, tokens: np.ndarray, n_before: int, n_all: int, cached: CachedPrompt | None = None
-    ) -> None:
+    def _read_part(self, tokens: np.ndarray, n_before: int, n_all: int) -> None:
         """Read tokens i32[n], which follow the first n_before tokens of a prompt of n_all tokens."""
         before, n = self.engine.n_past, len(tokens)
 
@@ -293,7 +286,7 @@ class Reader:
             self.while_reading(n_before + min(self.engine.n_past - before, n), n_all)
             return False
 
-        self.engine.read(tokens, stopped=stopped, cached=cached)
+        self.engine.read(tokens, stopped=stopped)
 
     def _after_text(self, text: str) -> np.ndarray:
         """Tokenize a text that follows another text. Return i32[n], without the space that tokenizers add."""
