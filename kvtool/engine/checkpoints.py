@@ -111,7 +111,7 @@ class Checkpoints:
         if max_bytes == 0 or not (self.are_whole or (cache.context.fixed_state and cache.keeps_all)):
             return
         n_bytes = self._max_bytes
-        if cache.context.kv_offload and cache.context.model.is_on_gpu:
+        if cache.context.model.is_on_gpu:
             self.spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
         if max_bytes is None:
             n_free = free_bytes()

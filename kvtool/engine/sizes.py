@@ -69,7 +69,7 @@ def _chunk(policy: Policy, settings: Settings, model: Model) -> int:
         return 0
     if settings.prefill == "exact":
         return settings.n_batch
-    on_gpu = settings.prefill is None and settings.kv_offload and model.is_on_gpu
+    on_gpu = settings.prefill is None and model.is_on_gpu
     return max(settings.n_batch, _N_CHUNK) if on_gpu else 0
 
 
@@ -94,7 +94,6 @@ def open_context(
         "type_v": settings.type_v,
         "flash": settings.flash,
         "n_threads": settings.n_threads,
-        "kv_offload": settings.kv_offload,
         "n_output": max(settings.n_output, settings.n_draft + 1),
     }
     if is_patched() and not model.layers.only_full:

@@ -112,7 +112,7 @@ class WholeReader:
         most half of the free memory.
         """
         settings, model = self._settings, self._cache.context.model
-        if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):
+        if settings.prefill or not (self._cache.policy.recall and model.is_on_gpu):
             return False
         return self.fits(n) and 2 * self.n_bytes(n) <= gpu_free_bytes(model.only_gpu)
 

@@ -58,8 +58,6 @@ class Decoder:
         Flash attention: "on", "off" or "auto".
     n_threads
         CPU threads. Default: `Threads` chooses, at most one per core.
-    kv_offload
-        True if the cache is on the devices that compute the layers; False if it is in host memory.
     ragged
         True if rows may hold different numbers of cells. Only a `Context` can have such rows.
     on_tensor
@@ -95,14 +93,12 @@ class Decoder:
         type_v: str = "f16",
         flash: str = "auto",
         n_threads: int | None = None,
-        kv_offload: bool = True,
         on_tensor: Any = None,
         context_type: int = 0,
     ) -> None:
         model._check_open()
         self.model = model
         self.ragged = ragged
-        self.kv_offload = kv_offload
         self.types = type_k, type_v
         params = api.llama_context_default_params()
         params.ctx_type = context_type
@@ -110,7 +106,6 @@ class Decoder:
         n_swa = model.layers.n_swa
         params.n_ctx = max(n_cell, n_swa and n_swa + n_batch)
         params.swa_full = False
-        params.offload_kqv = kv_offload
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
         params.n_rs_seq = n_earlier

@@ -54,7 +54,6 @@ class JointContext:
         params = api.llama_context_default_params()
         params.n_ctx = PAD
         params.swa_full = False
-        params.offload_kqv = like.kv_offload
         params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
         params.n_seq_max = n_most
         # all chats can share one KV buffer in the joint context: tokens never attend to its cells, only to

@@ -47,7 +47,6 @@ class MtpContext(Decoder):
             n_cell,
             n_batch,
             n_threads=n_threads,
-            kv_offload=like.kv_offload,
             context_type=api.LLAMA_CONTEXT_TYPE_MTP,
         )
         output_hidden(self, every=False)

@@ -147,7 +147,6 @@ def test_prompts_that_fit_in_half_of_a_gpu_are_read_whole_by_default(monkeypatch
     beside_gpu(monkeypatch, 2**40)
     for settings in (
         {"prefill": "stream"},
-        {"prefill": None, "kv_offload": False},
         {"prefill": None, "n_ctx": 256},
     ):
         with open_engine(path, fit(), **settings) as engine:

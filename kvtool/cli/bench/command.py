@@ -111,7 +111,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
-        configs = measure.cache_configs(budgets, has_device=has_device)
+        configs = measure.cache_configs(budgets)
         rows = [measure.sized(config, depth, n_batch) for depth in depths for config in configs]
         settings = settings_of(archive.with_type(run, info), model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
