@@ -176,7 +176,6 @@ def evaluate(
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
-    say(notes.patch_note({run.policy: spec.kind}))
     placed_notes: list[str] = []
     with (
         loaded_model(run, info.path, guarded=True, say=placed_notes.append) as model,

@@ -1,7 +1,4 @@
-"""Load llama.cpp, and give access to its functions.
-
-llama.cpp comes from kvtool-llama. If that is not installed, it comes from a stock llama-cpp-python.
-"""
+"""Load the patched llama.cpp from the package kvtool-llama, and give access to its functions."""
 
 from __future__ import annotations
 
@@ -9,34 +6,32 @@ import ctypes
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import LibraryError
 from kvtool.system.paths import build_command
 
-STOCK = "llama-cpp-python"
-"""Distribution with an unpatched llama.cpp."""
-
 _CPU = 0
 """ggml's type number of a CPU."""
 
 
 def _load() -> Any:
-    """Import the bindings from the first package that is installed. Raises LibraryError if it is broken."""
-    for package in ("kvtool_llama", "llama_cpp"):
-        try:
-            return import_module(f"{package}.llama_cpp")
-        except (ImportError, OSError, RuntimeError) as error:
-            # skip a package only if it is not installed; report any other failure
-            if isinstance(error, ModuleNotFoundError) and error.name == package:
-                continue
-            # ggml's CUDA library needs NVIDIA's driver, libcuda
-            cuda = "libcuda." in str(error)
-            how = "install NVIDIA's driver, or: kvtool build --cpu" if cuda else build_command()
-            raise LibraryError(f"llama.cpp does not load ({error}); repair it with: {how}") from None
-    raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}")
+    """Import the bindings. Raises LibraryError if llama.cpp is missing, broken, or not patched."""
+    try:
+        bindings = import_module("kvtool_llama.llama_cpp")
+    except (ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "kvtool_llama":
+            raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}") from None
+        # ggml's CUDA library needs NVIDIA's driver, libcuda
+        cuda = "libcuda." in str(error)
+        how = "install NVIDIA's driver, or: kvtool build --cpu" if cuda else build_command()
+        raise LibraryError(f"llama.cpp does not load ({error}); repair it with: {how}") from None
+    if not hasattr(bindings._lib, "llama_kvtool_abi"):
+        raise LibraryError(
+            f"this llama.cpp was built without kvtool's patch; build the one that has it: {build_command()}"
+        )
+    return bindings
 
 
 class Parts:
@@ -100,22 +95,7 @@ def load_parts() -> None:
         raise LibraryError(f"no part of llama.cpp in {folder} runs here; repair it with: {build_command()}")
 
 
-def is_ours() -> bool:
-    """Return True if llama.cpp comes from kvtool-llama, patched or not."""
-    return api.__name__.startswith("kvtool_llama.")
-
-
 def upstream() -> str:
     """Return the version of llama-cpp-python that this llama.cpp comes from."""
-    if is_ours():
-        upstream_version: str = import_module("kvtool_llama").UPSTREAM
-        return upstream_version
-    return stock_version() or "unknown"
-
-
-def stock_version() -> str | None:
-    """Return the version of the installed llama-cpp-python, used or not; None if it is not installed."""
-    try:
-        return version(STOCK)
-    except PackageNotFoundError:
-        return None
+    version: str = import_module("kvtool_llama").UPSTREAM
+    return version

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtool.errors import KvtoolError, LibraryError, ModelError, OutOfMemory
-from kvtool.llama.library import check, check_library, is_patched, lib
+from kvtool.llama.library import check, check_library, lib
 from kvtool.llama.log import call_on_error, is_verbose, no_memory, start_backends
 
 _CRASHED = (
@@ -24,15 +24,13 @@ _workers: list[str] = []
 def guard() -> None:
     """Let a crash of compiled code end the process with one line and an exit code.
 
-    ggml aborts on some errors, and a damaged model can make C++ read out of bounds. Without this guard, or
-    with an unpatched library, pages of backtrace follow. The guard sets signal handlers of the whole process:
-    call it in a program, not in a library.
+    ggml aborts on some errors, and a damaged model can make C++ read out of bounds. Without this guard, pages
+    of backtrace follow. The guard sets signal handlers of the whole process: call it in a program, not in a
+    library.
     """
     global _guarding
     check_library()
     start_backends()
-    if not is_patched():
-        return
     _guarding = True
     call_on_error(_expect_no_memory)
     _announce(lost_worker() or LibraryError(_CRASHED))

@@ -258,10 +258,6 @@ class Decoder:
         if not api.llama_memory_seq_rm(self._memory, 0, first, end):
             raise LibraryError(f"llama.cpp cannot remove positions {first} to {end - 1} of its cache")
 
-    def shift(self, first: int, end: int, delta: int) -> None:
-        """Shift positions first .. end - 1 by delta; their keys are rotated before the next decode."""
-        api.llama_memory_seq_add(self._memory, 0, first, end, delta)
-
     def state(self) -> bytes:
         """Return the live cells in llama.cpp's format for a sequence. Raises LibraryError for ragged rows."""
         if self.ragged:

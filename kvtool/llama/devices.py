@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvtool.llama.bindings import api, bind, is_ours, lib, library_path, stock_version, upstream
-from kvtool.llama.library import ABI, is_patched
+from kvtool.llama.bindings import api, bind, lib, library_path, upstream
+from kvtool.llama.library import ABI
 from kvtool.llama.log import start_backends
 from kvtool.system.memory import free_bytes
 
@@ -117,17 +117,14 @@ def gpu_free_bytes(only: int | None = None) -> int:
 def library_info() -> dict[str, Any]:
     """Describe the loaded library and its devices.
 
-    version: version of the llama-cpp-python from which the library was built. unused: version of another
-    llama-cpp-python that is installed but not used, or None.
+    version: version of the llama-cpp-python from which the library was built.
     """
     return {
         "version": upstream(),
         "path": str(library_path()),
-        "unused": stock_version() if is_ours() else None,
-        "patched": is_patched(),
-        "abi": lib.llama_kvtool_abi() if is_patched() else None,
+        "abi": lib.llama_kvtool_abi(),
         "abi_wanted": ABI,
-        "digest": lib.llama_kvtool_digest().decode() if is_patched() else None,
+        "digest": lib.llama_kvtool_digest().decode(),
         "devices": devices(),
         "system_info": api.llama_print_system_info().decode().strip(),
     }

@@ -24,10 +24,6 @@ _NO_ROOM = -2
 _NO_MEMORY = "std::bad_alloc"
 """Text of the exception that C++ throws if an allocation fails."""
 
-UNPATCHED = "this llama.cpp was built without kvtool's patch"
-HOW_TO_BUILD = f"build the one that has it: {build_command()}"
-"""Start and end of every message about a missing patch."""
-
 
 class Edit(ctypes.Structure):
     _fields_ = [
@@ -56,11 +52,6 @@ class ModelLayer(ctypes.Structure):
 
 
 TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4")])
-
-
-def is_patched() -> bool:
-    """Return True if the library has kvtool's patch."""
-    return hasattr(lib, "llama_kvtool_abi")
 
 
 def _bind_all() -> None:
@@ -133,13 +124,12 @@ def _bind_all() -> None:
     bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
 
 
-if is_patched():
-    _bind_all()
+_bind_all()
 
 
 def check_library() -> None:
     """Raise LibraryError if the library's patch has another version than this kvtool needs."""
-    if is_patched() and (abi := lib.llama_kvtool_abi()) != ABI:
+    if (abi := lib.llama_kvtool_abi()) != ABI:
         raise LibraryError(
             f"the llama.cpp in {library_path().parent} speaks kvtool's ABI {abi}, "
             f"this kvtool ABI {ABI}; build the right one: {build_command()}"

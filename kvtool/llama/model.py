@@ -10,20 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtool.errors import InputError, LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.errors import InputError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.adapters import Adapter, Adapters
 from kvtool.llama.crash import crash_means, damaged
 from kvtool.llama.devices import has_gpu, local_gpus
-from kvtool.llama.library import (
-    HOW_TO_BUILD,
-    UNPATCHED,
-    ModelLayer,
-    api,
-    check_library,
-    error_text,
-    is_patched,
-    lib,
-)
+from kvtool.llama.library import ModelLayer, api, check_library, error_text, lib
 from kvtool.llama.log import because, log_tail, no_memory, quiet, start_backends
 from kvtool.llama.markers import Markers
 from kvtool.llama.placement import Placement
@@ -150,13 +141,8 @@ class Model:
 
     @property
     def has_mtp(self) -> bool:
-        """True if layers for multi-token prediction are loaded, and llama.cpp can compute them.
-
-        Raises LibraryError if the library is unpatched.
-        """
+        """True if layers for multi-token prediction are loaded, and llama.cpp can compute them."""
         self._check_open()
-        if not is_patched():
-            raise LibraryError(f"{UNPATCHED}, which --draft mtp needs; {HOW_TO_BUILD}")
         return bool(lib.llama_kvtool_has_mtp(self._model))
 
     @property
@@ -183,21 +169,13 @@ class Model:
     def layers(self) -> Layers:
         """Description of each layer's KV cache or state, as llama.cpp reports it.
 
-        Raises ModelError for a model that cannot be used. Raises LibraryError if the model needs the patch
-        and the library is unpatched.
+        Raises ModelError for a model that cannot be used.
         """
         self._check_open()
         plain = replace(self._info.plain_layers, rope=self._rope)
         if plain.only_full:
             return plain
         n_swa: int = api.llama_model_n_swa(self._model)
-        if not is_patched():
-            model = self._model
-            if n_swa or api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
-                raise LibraryError(
-                    f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
-                )
-            return plain
         # this call makes llama.cpp allocate a cache of one cell, which aborts with some damaged models
         with quiet(), crash_means(damaged(self.path)):
             # a layer has up to three entries, one for each of its caches: cells, keys of an index, a state

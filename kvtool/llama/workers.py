@@ -58,7 +58,7 @@ def _register(server: int) -> None:
     for device in real:
         lib.ggml_backend_device_register(device)
     n = len(real)
-    if hasattr(lib, "llama_kvtool_use_spares") and n > 0 and every[:n] == real and len(every) == 3 * n:
+    if n > 0 and every[:n] == real and len(every) == 3 * n:
         bind("llama_kvtool_use_spares", ctypes.c_int32, pointer, pointer, pointer)
         for i in range(n):
             check(lib.llama_kvtool_use_spares(*every[i::n]))
@@ -67,15 +67,10 @@ def _register(server: int) -> None:
 def served(memory: int | None = None) -> list[dict[str, object]]:
     """Return the devices that `server` serves: the GPUs, or the CPU if there are no GPUs. See `devices`.
 
-    memory: maximum bytes that the devices together claim to have. Raises LibraryError if `memory` is given
-    and the library has no patch.
+    memory: maximum bytes that the devices together claim to have.
     """
     local = _served()
     if memory is not None:
-        if not hasattr(lib, "llama_kvtool_limit"):
-            raise LibraryError(
-                f"to say less memory than there is takes a patched llama.cpp: {build_command()}"
-            )
         bind("llama_kvtool_limit", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64)
         for i, _ in local:
             check(lib.llama_kvtool_limit(lib.ggml_backend_dev_get(i), memory // len(local)))
@@ -93,10 +88,9 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
     arguments = (text, text, size, size, ctypes.POINTER(pointer))
     start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
     handles = [lib.ggml_backend_dev_get(i) for i, _ in _served()]
-    if hasattr(lib, "llama_kvtool_spare"):
-        # ggml's server caches one graph per device. The patch has two graphs, so each device gets two spares
-        bind("llama_kvtool_spare", pointer, pointer)
-        handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
+    # ggml's server caches one graph per device. The patch has two graphs, so each device gets two spares
+    bind("llama_kvtool_spare", pointer, pointer)
+    handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)
     return lambda: start(address.encode(), None, n_threads, len(handles), array)
 

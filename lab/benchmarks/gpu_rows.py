@@ -62,7 +62,7 @@ def facts(args: Args) -> Iterator[Row]:
     info = library_info()
     yield {
         "what": "library",
-        **{name: info[name] for name in ("version", "patched", "abi", "abi_wanted", "digest")},
+        **{name: info[name] for name in ("version", "abi", "abi_wanted", "digest")},
     }
     yield {"what": "patch files", "digest": sources.patch_digest(sources.patches_dir())}
     yield {"what": "machine", **machine()}

@@ -33,8 +33,6 @@ def library(tmp_path, monkeypatch):
     info = {
         "version": "0.3.36",
         "path": "lib/libllama.so",
-        "unused": None,
-        "patched": True,
         "abi": 1,
         "abi_wanted": 1,
         "digest": sources.patch_digest(sources.patches_dir()),
@@ -83,7 +81,6 @@ def test_json_reports_library_models_and_kernels(run):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("patched", False, "not patched"),
         ("abi", 0, "version 0 of kvtool's C API, this kvtool needs 1"),
         ("digest", "0" * 64, "different patch files"),
     ],
@@ -104,11 +101,6 @@ def test_portable_library_is_accepted_but_other_flags_are_a_problem(run, monkeyp
     run(0, "built for all CPUs")
     monkeypatch.setattr(flags, "asked_cmake_args", lambda: "-DGGML_CUDA=on")
     run(1, "set of flags")
-
-
-def test_unused_llama_cpp_python_is_reported(library, run):
-    library["unused"] = "0.3.1"
-    run(0, "llama-cpp-python 0.3.1 is installed too, and not used")
 
 
 def test_library_built_by_hand_without_a_key_is_accepted(run, monkeypatch):

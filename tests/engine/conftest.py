@@ -14,22 +14,6 @@ from tests.held import PATIENCE_S
 
 
 @pytest.fixture
-def unpatch(monkeypatch):
-    """Return a function unpatch(), which hides the patch from kvtool until the test ends."""
-
-    def hide():
-        for module in ("kvtool.engine.sizes", "kvtool.llama.model"):
-            monkeypatch.setattr(f"{module}.is_patched", lambda: False)
-
-    return hide
-
-
-@pytest.fixture
-def unpatched(unpatch):
-    unpatch()
-
-
-@pytest.fixture
 def edits_on_device(monkeypatch):
     """Move and merge cells with a graph on the device, even if the CPU could edit them in host memory.
 

@@ -16,7 +16,7 @@ from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
-from kvtool.errors import LibraryError, UsageError
+from kvtool.errors import UsageError
 from kvtool.options import Options, option, redeclared
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
@@ -101,11 +101,8 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     run, info, _ = locate_model(run)
     path = info.path
 
-    from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine
 
-    if not is_patched():
-        raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
     with loaded_model(run, path, guarded=True, say=say) as model, output.stopped_by_signals():
         budgets = _budgets(run, info, model.layers)
