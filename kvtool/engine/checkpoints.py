@@ -136,7 +136,7 @@ class Checkpoints:
         if not self.are_whole:
             return n_fixed
         n_live, n_cell, pos = cache.policy.n_live, context.n_cell, cache.rows.pos
-        n_cells = n_live * sum(map(context.cell_bytes, range(len(cache.layer_cells))))
+        n_cells = n_live * sum(cache.cell_bytes)
         tables = 2 * pos.nbytes + sum(array.nbytes for array in cache.state)
         signals = context.signal_bytes(np.full_like(cache.layer_cells, n_live))
         return n_cells + n_live * tables // n_cell + signals + n_fixed + _NAMES

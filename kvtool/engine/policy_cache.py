@@ -165,6 +165,11 @@ class PolicyCache:
         can_remove = not self.context.model.layers.only_full
         return bool(archives and can_remove and not self.state and self.policy.reads == Signal.NONE)
 
+    @property
+    def cell_bytes(self) -> list[int]:
+        """Size of the K and V of a cell in each layer, in bytes."""
+        return [self.context.cell_bytes(layer) for layer in range(len(self.layer_cells))]
+
     def ask(self, method: Callable[..., _Answer], *args: object) -> _Answer:
         """Call a method of the policy. Any error but KvtoolError becomes a PlanError."""
         return ask(self.policy, method, *args)

@@ -86,8 +86,7 @@ class WholeReader:
     def n_bytes(self, n: int) -> int:
         """Return the size of K and V in bytes while a prompt of n tokens is read."""
         context = self._cache.context
-        cell_bytes = sum(map(context.cell_bytes, range(len(context.layer_cells))))
-        return context.cache_bytes + (self.n_cells(n) - context.n_cell) * cell_bytes
+        return context.cache_bytes + (self.n_cells(n) - context.n_cell) * sum(self._cache.cell_bytes)
 
     def signal_bytes(self, n: int) -> int:
         """Return the size of signals and queries in bytes while a prompt of n tokens is read."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvtool.llama.bindings import api, bind, lib, library_path, upstream
-from kvtool.llama.library import ABI
+from kvtool.llama.bindings import upstream
+from kvtool.llama.library import ABI, api, lib, library_path
 from kvtool.llama.log import start_backends
 from kvtool.system.memory import free_bytes
 
@@ -17,11 +17,6 @@ _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
 def devices() -> list[dict[str, Any]]:
     """Return ggml's devices: name, description, type, and memory_total and memory_free in bytes."""
     start_backends()
-    bind("ggml_backend_dev_count", ctypes.c_size_t)
-    bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    bind("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-    bind("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-    bind("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
     listed = []
     for i in range(lib.ggml_backend_dev_count()):
         device = lib.ggml_backend_dev_get(i)
@@ -45,10 +40,6 @@ def devices() -> list[dict[str, Any]]:
 def buffers() -> dict[str, int]:
     """Return pointers to ggml's buffer types of all devices, by name."""
     start_backends()
-    bind("ggml_backend_dev_count", ctypes.c_size_t)
-    bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    bind("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
-    bind("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
     devices = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
     types = map(lib.ggml_backend_dev_buffer_type, devices)
     return {lib.ggml_backend_buft_name(buffer).decode(): buffer for buffer in types if buffer}
@@ -56,8 +47,6 @@ def buffers() -> dict[str, int]:
 
 def memory_of(device: int) -> tuple[int, int]:
     """Return the (free, total) memory of a device in bytes."""
-    size = ctypes.POINTER(ctypes.c_size_t)
-    bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
@@ -87,16 +76,11 @@ def local_gpus() -> Any:
     local = [device["name"].encode() for device in found if not _is_worker(device)]
     if len(local) == len(found):
         return None
-    bind("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
     return (ctypes.c_void_p * (len(local) + 1))(*map(lib.ggml_backend_dev_by_name, local))
 
 
 def can_split_rows(name: str) -> bool:
     """Return True if the device with this name can split a tensor by rows, for --split-mode row."""
-    pointer, text = ctypes.c_void_p, ctypes.c_char_p
-    bind("ggml_backend_dev_by_name", pointer, text)
-    bind("ggml_backend_dev_backend_reg", pointer, pointer)
-    bind("ggml_backend_reg_get_proc_address", pointer, pointer, text)
     backend = lib.ggml_backend_dev_backend_reg(lib.ggml_backend_dev_by_name(name.encode()))
     return bool(lib.ggml_backend_reg_get_proc_address(backend, b"ggml_backend_split_buffer_type"))
 

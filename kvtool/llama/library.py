@@ -122,8 +122,31 @@ def _bind_all() -> None:
     bind("llama_kvtool_attended", i32, pointer, pointer, pointer, i32, i32)
     bind("llama_kvtool_archive_bytes", i64, pointer)
     bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
+    bind("llama_kvtool_use_spares", i32, pointer, pointer, pointer)
+    bind("llama_kvtool_limit", i32, pointer, ctypes.c_uint64)
+    bind("llama_kvtool_spare", pointer, pointer)
 
 
+def _bind_ggml() -> None:
+    pointer, text, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+    bind("ggml_backend_dev_count", size)
+    bind("ggml_backend_dev_get", pointer, size)
+    bind("ggml_backend_dev_by_name", pointer, text)
+    bind("ggml_backend_dev_name", text, pointer)
+    bind("ggml_backend_dev_description", text, pointer)
+    bind("ggml_backend_dev_type", ctypes.c_int, pointer)
+    bind("ggml_backend_dev_memory", None, pointer, ctypes.POINTER(size), ctypes.POINTER(size))
+    bind("ggml_backend_dev_buffer_type", pointer, pointer)
+    bind("ggml_backend_buft_name", text, pointer)
+    bind("ggml_backend_dev_backend_reg", pointer, pointer)
+    bind("ggml_backend_reg_by_name", pointer, text)
+    bind("ggml_backend_reg_get_proc_address", pointer, pointer, text)
+    bind("ggml_backend_reg_dev_count", size, pointer)
+    bind("ggml_backend_reg_dev_get", pointer, pointer, size)
+    bind("ggml_backend_device_register", None, pointer)
+
+
+_bind_ggml()
 _bind_all()
 
 

@@ -13,7 +13,7 @@ from kvtool.errors import LibraryError
 from kvtool.llama.crash import add_workers
 from kvtool.llama.devices import devices, memory_of
 from kvtool.llama.endpoints import reached
-from kvtool.llama.library import bind, check, lib
+from kvtool.llama.library import check, lib
 from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
 
@@ -49,17 +49,12 @@ def _register(server: int) -> None:
 
     The patch uses spares to edit and read the cache on the worker's devices.
     """
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    bind("ggml_backend_reg_dev_count", size, pointer)
-    bind("ggml_backend_reg_dev_get", pointer, pointer, size)
-    bind("ggml_backend_device_register", None, pointer)
     every = [lib.ggml_backend_reg_dev_get(server, i) for i in range(lib.ggml_backend_reg_dev_count(server))]
     real = [device for device in every if memory_of(device)[1] != _SPARE_BYTES]
     for device in real:
         lib.ggml_backend_device_register(device)
     n = len(real)
     if n > 0 and every[:n] == real and len(every) == 3 * n:
-        bind("llama_kvtool_use_spares", ctypes.c_int32, pointer, pointer, pointer)
         for i in range(n):
             check(lib.llama_kvtool_use_spares(*every[i::n]))
 
@@ -71,7 +66,6 @@ def served(memory: int | None = None) -> list[dict[str, object]]:
     """
     local = _served()
     if memory is not None:
-        bind("llama_kvtool_limit", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64)
         for i, _ in local:
             check(lib.llama_kvtool_limit(lib.ggml_backend_dev_get(i), memory // len(local)))
         local = _served()
@@ -89,7 +83,6 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
     start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
     handles = [lib.ggml_backend_dev_get(i) for i, _ in _served()]
     # ggml's server caches one graph per device. The patch has two graphs, so each device gets two spares
-    bind("llama_kvtool_spare", pointer, pointer)
     handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)
     return lambda: start(address.encode(), None, n_threads, len(handles), array)
@@ -105,8 +98,6 @@ def _served() -> list[tuple[int, dict[str, object]]]:
 def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
     """Return a function of ggml's RPC backend. Raises LibraryError if the library lacks it."""
     start_backends()
-    bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
-    bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
     registry = lib.ggml_backend_reg_by_name(b"RPC")
     address = registry and lib.ggml_backend_reg_get_proc_address(registry, name.encode())
     if not address:

@@ -40,9 +40,7 @@ def test_only_kvtool_llama_is_loaded(monkeypatch):
 
 def test_library_without_the_patch_is_refused(monkeypatch):
     packages(monkeypatch, kvtool_llama=SimpleNamespace(_lib=SimpleNamespace()))
-    with pytest.raises(
-        LibraryError, match="was built without kvtool's patch; build the one"
-    ):
+    with pytest.raises(LibraryError, match="was built without kvtool's patch; build the one"):
         bindings._load()
 
 
