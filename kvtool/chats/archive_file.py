@@ -557,7 +557,7 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
         return np.concatenate(parts)
 
     def pieces(self, layer: int) -> list[tuple[int, np.ndarray]]:
-        """Return (first position, bytes) of each piece of a layer's array: see `llama.segment.pieces`."""
+        """Return (first position, bytes) of each piece of a layer's array: see `segment.pieces`."""
         n_bytes, before = self._layers[layer], sum(self._layers[:layer])
         pieces = []
         for segment, offset in self._segments.items():
