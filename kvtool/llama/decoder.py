@@ -99,7 +99,6 @@ class Decoder:
         model._check_open()
         self.model = model
         self.ragged = ragged
-        self.types = type_k, type_v
         params = api.llama_context_default_params()
         params.ctx_type = context_type
         # n_ctx also limits the cache of sliding layers, which needs room for the window and a step's tokens
