@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvtool.errors import SessionError
-from kvtool.llama.segment import (
+from kvtool.llama.cache.segment import (
     LISTS,
     TABLE,
     Clusters,
@@ -51,7 +51,7 @@ from kvtool.system.files import create, set_aside, temporary, write_all
 
 if TYPE_CHECKING:
     from kvtool.engine.checkpoints import Checkpoint
-    from kvtool.llama.archive import Archive
+    from kvtool.llama.cache.archive import Archive
 
 FORMAT = 1
 """Format number; increased when the meaning of the file's contents changes."""

@@ -113,7 +113,7 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
     from kvtool.build.sources import patch_digest, patches_dir
 
     try:
-        from kvtool.llama.devices import library_info
+        from kvtool.llama.libllama.devices import library_info
 
         library = library_info()
     except LibraryError as error:

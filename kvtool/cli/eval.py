@@ -32,7 +32,7 @@ from kvtool.system.texts import exists, is_stdin, json_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
     from kvtool.policies import PolicySpec
@@ -367,7 +367,7 @@ def _too_long(reader: Reader, n: int) -> str | None:
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     """Return a record's fields that describe the model, the options and the versions, but not the task."""
     from kvtool.config import archive
-    from kvtool.llama.adapters import identities
+    from kvtool.llama.loaded.adapters import identities
     from kvtool.measure import records
     from kvtool.models.download import sha256
 

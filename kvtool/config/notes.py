@@ -34,7 +34,7 @@ def gpu_note(run: RunOptions) -> str | None:
 
     Call this after workers are added, because the GPUs of workers are also used.
     """
-    from kvtool.llama.devices import has_gpu
+    from kvtool.llama.libllama.devices import has_gpu
 
     options = {name: getattr(run, name) for name in ("gpu_layers", "tensor_split", "main_gpu")}
     options["split_mode"] = None if run.split_mode == "layer" else run.split_mode

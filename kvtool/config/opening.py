@@ -23,7 +23,7 @@ from kvtool.units import PLAIN, parse_bytes
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.policy import Policy
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvtool.engine import snapshot
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.errors import SessionError, UsageError
-from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed
+from kvtool.llama.cache.segment import SavedCheckpoint, checkpoint_name, listed
 from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.memory import free_bytes
 

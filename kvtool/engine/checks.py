@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.models.layers import Layers
 from kvtool.policy import Policy
 from kvtool.units import archive_types

@@ -22,8 +22,8 @@ from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
 from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
-from kvtool.llama.context import Context
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import Policy, State
 from kvtool.policy.checks import check_whole
 from kvtool.system.interrupt import delayed

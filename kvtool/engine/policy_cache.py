@@ -17,7 +17,7 @@ from kvtool.errors import PlanError, UsageError
 from kvtool.policy import Merge, Plan, Policy, Signal, State, View
 
 if TYPE_CHECKING:
-    from kvtool.llama.full_context import AnyContext
+    from kvtool.llama.cache.full_context import AnyContext
 
 _Answer = TypeVar("_Answer")
 

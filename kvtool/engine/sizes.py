@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.archive import ArchiveSettings
-from kvtool.llama.context import Context
-from kvtool.llama.model import Model
+from kvtool.llama.cache.archive import ArchiveSettings
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.model import Model
 from kvtool.models.layers import PAD
 from kvtool.policy import Policy, SignalRequest
 
 if TYPE_CHECKING:
-    from kvtool.llama.full_context import AnyContext
+    from kvtool.llama.cache.full_context import AnyContext
 
 _N_DEFER = 32
 """Maximum tokens whose signals are computed together. A higher limit saves little time, but takes memory."""
@@ -96,7 +96,7 @@ def open_context(
     }
     if model.layers.only_full:
         # imported here, because most chats do not need this module
-        from kvtool.llama.full_context import FullContext
+        from kvtool.llama.cache.full_context import FullContext
 
         return FullContext(model, n_cell, settings.n_batch, **how)
     fills_all = policy.recall and model.layers.has_values

@@ -13,8 +13,8 @@ from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import pad
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
-from kvtool.llama.context import Context
-from kvtool.llama.devices import gpu_free_bytes
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _MIN_ROOM = 256

@@ -23,14 +23,14 @@ import numpy as np
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
-from kvtool.llama.devices import devices
+from kvtool.llama.libllama.devices import devices
 from kvtool.measure import depths, records
 from kvtool.system.memory import free_bytes, give_back, rss_bytes
 from kvtool.units import archive_types, format_bytes
 
 if TYPE_CHECKING:
     from kvtool.engine.settings import Settings
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.policy import Policy
 
 _N_WRITE = 32

@@ -190,7 +190,7 @@ def main() -> None:
             os._exit(1)
 
     try:
-        from kvtool.llama.crash import guard
+        from kvtool.llama.libllama.crash import guard
 
         guard()
         send(record=measure(job, lambda n, nll: send(n=n, nll=nll)))

@@ -15,8 +15,8 @@ from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
-from kvtool.llama.decoder import check_finite
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import check_finite
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.measure import perplexity

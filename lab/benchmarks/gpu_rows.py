@@ -26,11 +26,11 @@ from kvtool import policies
 from kvtool.build import sources
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.bindings import api, lib
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.devices import devices, gpu_free_bytes, library_info
-from kvtool.llama.log import start_backends
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.bindings import api, lib
+from kvtool.llama.libllama.devices import devices, gpu_free_bytes, library_info
+from kvtool.llama.libllama.log import start_backends
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench as measure
 from kvtool.measure import depths
 from kvtool.measure.machine import machine

@@ -23,7 +23,7 @@ from kvtool.engine.checks import check
 from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import pad
 from kvtool.errors import InputError, KvtoolError, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.measure.grid import split_policy
 from kvtool.models.download import sha256

@@ -20,7 +20,7 @@ from kvtool.cli.bench import table as bench_table
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench, depths, machine
 from kvtool.system.cpu import cpu_name
 from tests.cli.called import called, one_line

@@ -41,7 +41,9 @@ def library(tmp_path, monkeypatch):
         ],
         "system_info": "AVX2 = 1",
     }
-    monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=lambda: dict(info)))
+    monkeypatch.setitem(
+        sys.modules, "kvtool.llama.libllama.devices", SimpleNamespace(library_info=lambda: dict(info))
+    )
     return info
 
 
@@ -112,7 +114,7 @@ def test_missing_library_is_a_problem(run, monkeypatch):
     def fails():
         raise LibraryError("no libllama")
 
-    monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=fails))
+    monkeypatch.setitem(sys.modules, "kvtool.llama.libllama.devices", SimpleNamespace(library_info=fails))
     report = json.loads(run(1, json=True))
     assert report["library"] is None
     assert "no libllama" in report["problems"][0]["wrong"]
@@ -159,7 +161,7 @@ def test_chats_of_killed_servers_are_listed_and_removed_on_request(run, tmp_path
 
 
 def test_free_memory_of_the_cpu_is_the_value_of_free_bytes(monkeypatch):
-    from kvtool.llama import devices
+    from kvtool.llama.libllama import devices
 
     monkeypatch.setattr(devices, "free_bytes", lambda: 12345)
     (cpu,) = (each for each in devices.devices() if each["type"] == "cpu")

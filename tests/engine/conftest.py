@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.llama.context import Context
+from kvtool.llama.cache.context import Context
 from tests.held import PATIENCE_S
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from kvtool.engine.settings import Settings
-from kvtool.llama.devices import devices, has_gpu
-from kvtool.llama.log import set_verbose
-from kvtool.llama.model import Model
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.libllama.devices import devices, has_gpu
+from kvtool.llama.libllama.log import set_verbose
+from kvtool.llama.libllama.workers import add_rpc
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench, machine
 from tests.engine import rpc_server
 from tests.engine.test_rpc import N_TOKENS, score

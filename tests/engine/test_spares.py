@@ -16,11 +16,11 @@ import sys
 import numpy as np
 import pytest
 
-from kvtool.llama import workers
-from kvtool.llama.devices import devices
-from kvtool.llama.library import bind, error_text, lib
-from kvtool.llama.log import set_verbose
-from kvtool.llama.workers import _SPARE_BYTES, add_rpc
+from kvtool.llama.libllama import workers
+from kvtool.llama.libllama.devices import devices
+from kvtool.llama.libllama.library import bind, error_text, lib
+from kvtool.llama.libllama.log import set_verbose
+from kvtool.llama.libllama.workers import _SPARE_BYTES, add_rpc
 from lab.benchmarks import wire
 from tests.engine import rpc_server
 from tests.engine.running import open_engine, text

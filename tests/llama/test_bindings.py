@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.errors import LibraryError
-from kvtool.llama import bindings
+from kvtool.llama.libllama import bindings
 
 
 def packages(monkeypatch, **found):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from kvtool.errors import InputError, LibraryError, OutOfMemory, UsageError
-from kvtool.llama import decoder, library, log
-from kvtool.llama import model as llama_model
-from kvtool.llama.context import Context
-from kvtool.llama.devices import has_gpu, library_info
-from kvtool.llama.library import ABI, api, check_library
-from kvtool.llama.model import Model
+from kvtool.llama.cache import decoder
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama import library, log
+from kvtool.llama.libllama.devices import has_gpu, library_info
+from kvtool.llama.libllama.library import ABI, api, check_library
+from kvtool.llama.loaded import model as llama_model
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import Merge, Signal, SignalRequest
 from tests.engine import saved
 from tests.engine.running import ON_CUDA, TOLERANCE

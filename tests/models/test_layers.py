@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvtool.errors import ModelError, UsageError
-from kvtool.llama.context import Context
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.model import Model
 from kvtool.models.header import read
 from kvtool.models.layers import PAD, Kind, Layer, Layers
 from kvtool.units import CACHE_TYPES

@@ -22,7 +22,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError, StreamEnd, UsageError
 from kvtool.kernels.likelihood import token_nll
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity, records
 from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items

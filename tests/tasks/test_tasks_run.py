@@ -17,7 +17,7 @@ from kvtool.chats.template import Template
 from kvtool.cli import app
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.tasks.reader import Likelihood, Reader
 
 DATA = Path(__file__).parents[1] / "data"

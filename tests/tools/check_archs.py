@@ -38,10 +38,10 @@ import numpy as np
 
 from kvtool import policies
 from kvtool.errors import KvtoolError
-from kvtool.llama.context import Context
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.library import api
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.header import read
 from kvtool.models.layers import ONLY_FULL, Kind

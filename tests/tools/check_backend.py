@@ -13,8 +13,8 @@ import ctypes
 import sys
 
 from kvtool.build import sources
-from kvtool.llama.devices import library_info
-from kvtool.llama.library import api
+from kvtool.llama.libllama.devices import library_info
+from kvtool.llama.libllama.library import api
 
 
 def check(backend, device):

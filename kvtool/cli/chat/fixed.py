@@ -44,7 +44,7 @@ def fixed_of(engine: Engine, run: RunOptions, template: Template | None) -> dict
 
     template: the chat template. None if there is none.
     """
-    from kvtool.llama.devices import library_info
+    from kvtool.llama.libllama.devices import library_info
     from kvtool.models.download import sha256
 
     path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable

@@ -134,8 +134,8 @@ def compare(
         for adapter in run.adapters:
             adapter.check(info.path.name, info.architecture)
 
-        from kvtool.llama.crash import guard
-        from kvtool.llama.log import set_verbose
+        from kvtool.llama.libllama.crash import guard
+        from kvtool.llama.libllama.log import set_verbose
         from kvtool.measure import records
         from kvtool.measure.results import ComparisonResults
 
@@ -178,7 +178,7 @@ def compare(
 
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
     """Return the tokens i32[n], the SHA-256 of their text, and the model's vocabulary size and layers."""
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure.records import text_sha256
 
     with closing(Model(info.path, no_weights=True)) as model:
@@ -188,7 +188,7 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
 
 def _identity(run: RunOptions, path: Path) -> dict[str, Any]:
     """Return a record's fields that name the model and its adapters. path: file of the model."""
-    from kvtool.llama.adapters import identities
+    from kvtool.llama.loaded.adapters import identities
     from kvtool.models.download import sha256
 
     with bytes_progress(f"hashing {path.name}", piped=False) as progress:

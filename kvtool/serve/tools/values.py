@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-from kvtool.llama.complement import at_pointer
+from kvtool.llama.grammar.complement import at_pointer
 
 
 class NoCall(Exception):

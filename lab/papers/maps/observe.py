@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.library import api, bind, lib
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.library import api, bind, lib
+from kvtool.llama.loaded.model import Model
 from kvtool.system.paths import build_command
 
 

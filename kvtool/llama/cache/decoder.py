@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError, OutOfMemory, PlanError, UsageError
-from kvtool.llama.batch import Batch
-from kvtool.llama.bindings import api
-from kvtool.llama.crash import crash_means, damaged
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.log import because, log_tail, no_memory
-from kvtool.llama.model import Model
-from kvtool.llama.threads import Threads
+from kvtool.llama.cache.batch import Batch
+from kvtool.llama.cache.threads import Threads
+from kvtool.llama.libllama.bindings import api
+from kvtool.llama.libllama.crash import crash_means, damaged
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.libllama.log import because, log_tail, no_memory
+from kvtool.llama.loaded.model import Model
 from kvtool.system.cpu import default_threads
 from kvtool.units import CACHE_TYPES
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from kvtool.llama.rules import repeats_too_often
+from kvtool.llama.grammar.rules import repeats_too_often
 
 _NATIVE = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 

@@ -14,7 +14,7 @@ from math import comb, inf, nextafter
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
-from kvtool.llama.complement import (
+from kvtool.llama.grammar.complement import (
     CONSTRAINING,
     DEPENDENT,
     IN_PLACE,
@@ -23,7 +23,7 @@ from kvtool.llama.complement import (
     types_of,
     values_of,
 )
-from kvtool.llama.patterns import of_format, parts_of
+from kvtool.llama.grammar.patterns import of_format, parts_of
 
 Schema = dict[str, Any]
 

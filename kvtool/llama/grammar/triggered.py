@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
-from kvtool.llama.rules import Rules
+from kvtool.llama.grammar.constraint import Constraint, Matcher, Vocabulary
+from kvtool.llama.grammar.rules import Rules
 
 
 class Triggered(Constraint):

@@ -62,7 +62,7 @@ class Placement:
 
         Call this after workers are added.
         """
-        from kvtool.llama.devices import buffers, can_split_rows, gpus
+        from kvtool.llama.libllama.devices import buffers, can_split_rows, gpus
 
         if self == Placement():
             return
@@ -88,8 +88,8 @@ class Placement:
 
         Returns the objects that the parameters point to. Keep these objects as long as the model.
         """
-        from kvtool.llama.bindings import api
-        from kvtool.llama.devices import buffers
+        from kvtool.llama.libllama.bindings import api
+        from kvtool.llama.libllama.devices import buffers
 
         if self == Placement():
             return []

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.library import check, error_text, lib
-from kvtool.llama.segment import (
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.cache.segment import (
     CENTERS,
     CLUSTERS,
     TABLE,
@@ -24,6 +23,7 @@ from kvtool.llama.segment import (
     n_blocks,
     pieces,
 )
+from kvtool.llama.libllama.library import check, error_text, lib
 from kvtool.system.files import free_disk_bytes
 from kvtool.system.memory import free_bytes
 

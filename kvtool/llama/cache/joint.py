@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError, OutOfMemory
-from kvtool.llama.batch import Batch
-from kvtool.llama.bindings import api
-from kvtool.llama.context import Context
-from kvtool.llama.library import error_text, lib
-from kvtool.llama.log import because, log_tail, no_memory
+from kvtool.llama.cache.batch import Batch
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama.bindings import api
+from kvtool.llama.libllama.library import error_text, lib
+from kvtool.llama.libllama.log import because, log_tail, no_memory
 from kvtool.models.layers import PAD
 
 MAX_CONTEXTS = 256

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import ModelError, OutOfMemory
-from kvtool.llama.archive import Archive, ArchiveSettings
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.fixed_state import FixedState
-from kvtool.llama.library import TERM, Edit, EnableParams, api, check, error_text, lib
-from kvtool.llama.log import no_memory
-from kvtool.llama.model import Model
-from kvtool.llama.queries import Queries
+from kvtool.llama.cache.archive import Archive, ArchiveSettings
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.cache.fixed_state import FixedState
+from kvtool.llama.cache.queries import Queries
+from kvtool.llama.libllama.library import TERM, Edit, EnableParams, api, check, error_text, lib
+from kvtool.llama.libllama.log import no_memory
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import PER_CELL, Merge, RecallSettings, Signal, SignalRequest
 from kvtool.units import PLAIN, TYPE_NUMBERS, archive_types
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.llama.library import api
-from kvtool.llama.markers import CONTROL
-from kvtool.llama.rules import Rules
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.markers import CONTROL
 
 if TYPE_CHECKING:
     import llguidance
 
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
 
 _STACK_BYTES = 256 * 2**20
 """Stack size of the thread that compiles a grammar.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from kvtool.llama.library import api
+from kvtool.llama.libllama.library import api
 
 CONTROL = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
 """llama.cpp's attributes of control tokens."""

@@ -9,10 +9,10 @@ import numpy as np
 from kvtool.errors import LibraryError, OutOfMemory, StreamEnd
 
 # re-exported: callers of llama.cpp import this file
-from kvtool.llama.bindings import api as api
-from kvtool.llama.bindings import bind as bind
-from kvtool.llama.bindings import lib as lib
-from kvtool.llama.bindings import library_path as library_path
+from kvtool.llama.libllama.bindings import api as api
+from kvtool.llama.libllama.bindings import bind as bind
+from kvtool.llama.libllama.bindings import lib as lib
+from kvtool.llama.libllama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
 ABI = 26

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvtool.llama.bindings import upstream
-from kvtool.llama.library import ABI, api, lib, library_path
-from kvtool.llama.log import start_backends
+from kvtool.llama.libllama.bindings import upstream
+from kvtool.llama.libllama.library import ABI, api, lib, library_path
+from kvtool.llama.libllama.log import start_backends
 from kvtool.system.memory import free_bytes
 
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")

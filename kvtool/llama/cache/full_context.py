@@ -6,9 +6,9 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from kvtool.llama.context import Context
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.loaded.model import Model
 from kvtool.models.header import read
 
 _TABLE_BYTES = 8

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvtool.llama.bindings import api, load_parts
+from kvtool.llama.libllama.bindings import api, load_parts
 
 _LOG_ERROR = 4
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.errors import InputError, ModelError, OutOfMemory, UsageError
-from kvtool.llama.adapters import Adapter, Adapters
-from kvtool.llama.crash import crash_means, damaged
-from kvtool.llama.devices import has_gpu, local_gpus
-from kvtool.llama.library import ModelLayer, api, check_library, error_text, lib
-from kvtool.llama.log import because, log_tail, no_memory, quiet, start_backends
-from kvtool.llama.markers import Markers
-from kvtool.llama.placement import Placement
+from kvtool.llama.libllama.crash import crash_means, damaged
+from kvtool.llama.libllama.devices import has_gpu, local_gpus
+from kvtool.llama.libllama.library import ModelLayer, api, check_library, error_text, lib
+from kvtool.llama.libllama.log import because, log_tail, no_memory, quiet, start_backends
+from kvtool.llama.loaded.adapters import Adapter, Adapters
+from kvtool.llama.loaded.markers import Markers
+from kvtool.llama.loaded.placement import Placement
 from kvtool.models.gguf import MAX_LAYERS
 from kvtool.models.header import ModelInfo, read
 from kvtool.models.layers import Kind, Layer, Layers

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtool.errors import LibraryError
-from kvtool.llama.crash import add_workers
-from kvtool.llama.devices import devices, memory_of
-from kvtool.llama.endpoints import reached
-from kvtool.llama.library import check, lib
-from kvtool.llama.log import start_backends
+from kvtool.llama.libllama.crash import add_workers
+from kvtool.llama.libllama.devices import devices, memory_of
+from kvtool.llama.libllama.endpoints import reached
+from kvtool.llama.libllama.library import check, lib
+from kvtool.llama.libllama.log import start_backends
 from kvtool.system.paths import build_command
 
 _SPARE_BYTES = 1

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtool.errors import KvtoolError, LibraryError, ModelError, OutOfMemory
-from kvtool.llama.library import check, check_library, lib
-from kvtool.llama.log import call_on_error, is_verbose, no_memory, start_backends
+from kvtool.llama.libllama.library import check, check_library, lib
+from kvtool.llama.libllama.log import call_on_error, is_verbose, no_memory, start_backends
 
 _CRASHED = (
     "llama.cpp has crashed (too little memory, a device that is gone, a damaged model, a policy's kernel, or "

@@ -10,9 +10,9 @@ import ctypes
 
 import numpy as np
 
-from kvtool.llama.bindings import api
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.library import check, lib
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.bindings import api
+from kvtool.llama.libllama.library import check, lib
 
 
 def output_hidden(decoder: Decoder, *, every: bool) -> None:

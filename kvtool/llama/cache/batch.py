@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.llama.bindings import api
+from kvtool.llama.libllama.bindings import api
 
 
 class Batch:

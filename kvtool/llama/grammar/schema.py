@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import limits, with_large_stack
-from kvtool.llama.rewriting import LeftOut, rewritten
-from kvtool.llama.rules import Rules
+from kvtool.llama.grammar.constraint import limits, with_large_stack
+from kvtool.llama.grammar.rewriting import LeftOut, rewritten
+from kvtool.llama.grammar.rules import Rules
 
 OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
 """llguidance's options. Between two parts of JSON, they allow at most one space, or one line break and an

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvtool.errors import UsageError
-from kvtool.llama.rules import Rules, literal
+from kvtool.llama.grammar.rules import Rules, literal
 
 MAX_CHARACTERS = 2**18
 """Maximum characters of a grammar."""

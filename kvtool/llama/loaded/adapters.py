@@ -93,9 +93,9 @@ class Adapters:
     """
 
     def __init__(self, model: Any, name: str, adapters: Sequence[Adapter]) -> None:
-        from kvtool.llama.bindings import api
-        from kvtool.llama.crash import crash_means, damaged
-        from kvtool.llama.log import because, log_tail, no_memory
+        from kvtool.llama.libllama.bindings import api
+        from kvtool.llama.libllama.crash import crash_means, damaged
+        from kvtool.llama.libllama.log import because, log_tail, no_memory
 
         self._handles = (api.llama_adapter_lora_p_ctypes * len(adapters))()
         self._scales = (ctypes.c_float * len(adapters))(*(its.scale for its in adapters))
@@ -111,7 +111,7 @@ class Adapters:
 
     def apply(self, context: Any) -> None:
         """Let a context compute with all adapters."""
-        from kvtool.llama.bindings import api
+        from kvtool.llama.libllama.bindings import api
 
         if len(self._handles):
             api.llama_set_adapters_lora(context, self._handles, len(self._handles), self._scales)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.library import check, lib
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.library import check, lib
 
 
 class Queries:
