@@ -58,22 +58,11 @@ def policies(
         if budget is not None:
             params = known.chosen(known.fit(name, budget, args.evict_every, args.options))
         summary = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
-        package = known.owners(name) if known.package(name) else None
         explained = {key: text for key, text in parameters.explained(policy).items() if key in params}
-        about = {"name": name, "paper": policy.paper, "params": params, "what": summary, "package": package}
+        about = {"name": name, "paper": policy.paper, "params": params, "what": summary}
         return about | {"explained": explained, "required": known.required(policy)}
 
-    built_in = known.names()
-    listed = [described(policy) for policy in ([name] if name else built_in)]
-    for policy in [] if name else known.installed():
-        # if a policy of another package is faulty, still list all other policies
-        try:
-            if policy in built_in:
-                hidden = f"policy {policy!r} of {known.owners(policy)} is ignored"
-                raise UsageError(f"{hidden}: kvtool has a policy of that name")
-            listed.append(described(policy))
-        except UsageError as error:
-            sys.stderr.write(f"kvtool: {error}\n")
+    listed = [described(policy) for policy in ([name] if name else known.names())]
     if as_json:
         typer.echo(json_text(listed, indent=2))
         return
@@ -104,9 +93,8 @@ def _cells(budget: str) -> int:
 def _print_one(policy: dict[str, Any], budget: int | None) -> None:
     console = table_console()
     console.print(policy["what"])
-    paper = f"paper: {policy['paper']}" if policy["paper"] else ""
-    if about := ", ".join(filter(None, [paper, policy["package"] and f"from {policy['package']}"])):
-        console.print(about)
+    if policy["paper"]:
+        console.print(f"paper: {policy['paper']}")
     columns = "parameter (-o)", f"at budget {budget}" if budget else "default", "what it does"
     no_default = dict.fromkeys(policy["required"], "required")
     rows = [
@@ -127,8 +115,7 @@ def _print_names(listed: list[dict[str, Any]]) -> None:
     rows = []
     for policy in listed:
         summary = re.sub(r" *\([^()]*\)\.?$", ".", policy["what"].partition(": ")[2] or policy["what"])
-        package = f" From {policy['package']}." if policy["package"] else ""
-        rows.append([policy["name"], f"{summary[:1].upper()}{summary[1:]}{package}"])
+        rows.append([policy["name"], f"{summary[:1].upper()}{summary[1:]}"])
     console = table_console()
     console.print(table([Column("policy", style="bold"), "what it keeps"], rows))
     console.print("\nkvtool policies NAME shows a policy's paper and its parameters.")
@@ -140,16 +127,11 @@ def _print_table(listed: list[dict[str, Any]], budget: int) -> None:
     rows = []
     for policy in listed:
         params = (f"{key}={'(automatic)' if x is None else x}" for key, x in policy["params"].items())
-        rows.append(
-            [policy["name"], " ".join(params), policy["paper"], policy["what"], policy["package"] or ""]
-        )
+        rows.append([policy["name"], " ".join(params), policy["paper"], policy["what"]])
     columns: list[Column | str] = [
         Column("policy", style="bold"),
         f"parameters at budget {budget}",
         Column("paper", overflow="fold"),
         "what it keeps",
-        "package",
     ]
-    # leave out the last column if it is empty
-    n = 5 if any(policy["package"] for policy in listed) else 4
-    table_console().print(table(columns[:n], (row[:n] for row in rows)))
+    table_console().print(table(columns, rows))

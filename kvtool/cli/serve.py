@@ -125,7 +125,7 @@ def serve(
     run = of_model(typed_run, model_name)
 
     # import this first: if llama.cpp and a package are both missing, report llama.cpp
-    import kvtool.llama.bindings  # noqa: F401
+    import kvtool.llama.libllama.bindings  # noqa: F401
 
     try:
         from kvtool.serve.http.server import serve as answer
@@ -134,7 +134,7 @@ def serve(
 
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
-    from kvtool.llama import endpoints
+    from kvtool.llama.libllama import endpoints
 
     address = endpoints.address(serving.host)
     is_local, max_bytes = endpoints.is_loopback(address), parse_bytes(serving.sessions_bytes)
@@ -312,7 +312,7 @@ def _share_memory(first: Engine, n: int) -> int:
 def _another_engine(first: Engine) -> Engine:
     """Return an engine like the first, with the same limits. Raises OutOfMemory."""
     from kvtool.engine.loop import Engine
-    from kvtool.llama.devices import has_gpu
+    from kvtool.llama.libllama.devices import has_gpu
 
     n_bytes = first.cache_bytes + first.state_bytes
     # without a GPU, check the free memory, because Linux lets a process allocate more than there is.

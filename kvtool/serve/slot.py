@@ -20,8 +20,8 @@ from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
-from kvtool.llama.model import Model
-from kvtool.llama.rules import Rules
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten

@@ -9,7 +9,7 @@ import pytest
 from kvtool.chats.prompt import prefix_tokens
 from kvtool.chats.template import Template
 from kvtool.errors import ModelError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.messages import check
 from kvtool.serve.api.tools import check_tools

@@ -9,7 +9,7 @@ from kvtool import policies
 from kvtool.engine import checkpoints
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
 from tests.engine.test_chunk_size import SLOW
 from tests.engine.test_rewind import logits, state

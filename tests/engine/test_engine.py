@@ -15,7 +15,7 @@ from kvtool.config.report import report as said
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
 from kvtool.system.memory import rss_bytes

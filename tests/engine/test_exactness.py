@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.model import Model
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
 from tests.engine.running import (

@@ -11,9 +11,9 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
-from kvtool.llama.archive import set_layer
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.library import check
+from kvtool.llama.cache.archive import set_layer
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.libllama.library import check
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
 from kvtool.policies.recall import Recall

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import UsageError
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.libllama.workers import add_rpc
 from tests.engine import rpc_server
 from tests.engine.running import TOLERANCE, open_engine, text
 from tests.engine.running import fit_recall as fit

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.context import Context
-from kvtool.llama.devices import devices
-from kvtool.llama.log import set_verbose
-from kvtool.llama.model import Model
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama.devices import devices
+from kvtool.llama.libllama.log import set_verbose
+from kvtool.llama.libllama.workers import add_rpc
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Signal, SignalRequest
 from lab.benchmarks.servers import reserved_port
@@ -181,7 +181,7 @@ def test_a_server_that_does_not_answer_is_an_error():
     # use another process, because llama.cpp ends its process if it cannot connect
     with reserved_port() as port:
         endpoint = f"127.0.0.1:{port}"
-        code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
+        code = f"from kvtool.llama.libllama.workers import add_rpc; add_rpc({endpoint!r})"
         done = forked.run([sys.executable, "-c", code], cwd=forked.ROOT)
     assert done.returncode == 1, done.stderr[-3000:]
     line = done.stderr.strip().rpartition("\n")[2]

@@ -12,7 +12,7 @@ from kvtool.chats import archive_file, session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.engine import checkpoints
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CHECKPOINTS, SavedCheckpoint, listed
+from kvtool.llama.cache.segment import CHECKPOINTS, SavedCheckpoint, listed
 from tests.engine.running import open_engine, text
 
 SPACING = 60

@@ -11,8 +11,8 @@ from kvtool import policies
 from kvtool.config import budget
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.context import Context
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.catalogue import registry
 from kvtool.models.header import read

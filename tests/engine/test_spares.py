@@ -16,13 +16,12 @@ import sys
 import numpy as np
 import pytest
 
-from kvtool.llama import workers
-from kvtool.llama.devices import devices
-from kvtool.llama.library import bind, lib
-from kvtool.llama.log import set_verbose
-from kvtool.llama.workers import _SPARE_BYTES, add_rpc
+from kvtool.llama.libllama import workers
+from kvtool.llama.libllama.devices import devices
+from kvtool.llama.libllama.library import bind, error_text, lib
+from kvtool.llama.libllama.log import set_verbose
+from kvtool.llama.libllama.workers import _SPARE_BYTES, add_rpc
 from lab.benchmarks import wire
-from tests import forked
 from tests.engine import rpc_server
 from tests.engine.running import open_engine, text
 from tests.engine.test_rpc import POLICIES
@@ -182,14 +181,8 @@ def test_stock_llama_cpp_puts_no_layers_on_spares(remote, path):
 
 
 def test_null_device_has_no_spare():
-    # in a new process, because `bind` replaces the declaration of llama_kvtool_spare for the whole process
-    code = (
-        "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
-        "bind('llama_kvtool_spare', pointer, pointer);"
-        "assert lib.llama_kvtool_spare(None) is None; print(error_text())"
-    )
-    done = forked.run([sys.executable, "-c", code], check=True)
-    assert done.stdout == "dev must not be null\n"
+    assert lib.llama_kvtool_spare(None) is None
+    assert error_text() == "dev must not be null"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
-from kvtool.llama import endpoints
+from kvtool.llama.libllama import endpoints
 from lab.benchmarks.servers import reserved_port
 from tests import forked, tiny
 from tests.cli.called import CUT, KEEPS, called, one_line

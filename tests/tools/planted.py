@@ -431,21 +431,21 @@ PLANTED = {
     ),
     "llama, grammars": Fault(
         "a dot is no line break",
-        "kvtool/llama/gbnf.py",
+        "kvtool/llama/grammar/gbnf.py",
         'return "/(?s:.)/"',
         'return "/./"',
         ("llama/test_constraint.py",),
     ),
     "llama, schemas": Fault(
         "an object is closed though a reference says more about it",
-        "kvtool/llama/rewriting.py",
+        "kvtool/llama/grammar/rewriting.py",
         "is_alone = is_alone and where not in self._known",
         "is_alone = is_alone",
         ("llama/test_schemas.py",),
     ),
     "llama, patterns": Fault(
         "a set within a set of a pattern is one",
-        "kvtool/llama/patterns.py",
+        "kvtool/llama/grammar/patterns.py",
         'part in ("[", "&&", "--", "~~")',
         'part in ("&&", "--", "~~")',
         ("llama/test_schemas.py",),
@@ -494,7 +494,7 @@ PLANTED = {
     ),
     "llama": Fault(
         "logits of a step with another number of outputs are those of the one before",
-        "kvtool/llama/decoder.py",
+        "kvtool/llama/cache/decoder.py",
         "if where != self._logits_where:",
         "if where[0] != self._logits_where[0]:",
         ("llama/test_llama.py", "engine/test_engine.py"),

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvtool.errors import UsageError
-from kvtool.llama import gbnf
-from kvtool.llama.rules import Rules, of_choice, of_regex
-from kvtool.llama.schema import Enforced, Unenforced, enforced
+from kvtool.llama.grammar import gbnf
+from kvtool.llama.grammar.rules import Rules, of_choice, of_regex
+from kvtool.llama.grammar.schema import Enforced, Unenforced, enforced
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, need_texts, optional, shown
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-from kvtool.llama.json_pointer import at_pointer
+from kvtool.llama.grammar.json_pointer import at_pointer
 
 
 class NoCall(Exception):
