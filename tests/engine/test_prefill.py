@@ -36,9 +36,9 @@ def evict(stream, name, policy, ends=()):
     twin_keep, _ = twin(name, policy)
 
     def keep(rows, **params):
-        for row in rows:
+        for row in rows if ends else ():
             for token in row:
-                later = ends[-1] - min(end for end in ends if token["pos"] < end) if ends else 0
+                later = ends[-1] - min(end for end in ends if token["pos"] < end)
                 token["seen"] = [(t + later, heads) for t, heads in token["seen"]]
         return twin_keep(rows, **params)
 
