@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,32 +264,3 @@ def test_saved_prompt_can_be_restored_for_several_questions(tiny_model):
             engine.read(question)
         logits.append(engine.context.logits().copy())
     assert np.array_equal(*logits)
-
-
-def test_scores_and_kept_tokens_equal_those_of_kvpress(tiny_model, tmp_path):
-    python = os.environ.get("KVPRESS_PYTHON")
-    if not python:
-        pytest.skip("KVPRESS_PYTHON names no Python that has kvpress")
-    path, tokens = tiny_model(rope="neox"), text(200)
-    script, prompt, out = (
-        Path(__file__).parent / "kvpress_kvzip.py",
-        tmp_path / "prompt",
-        tmp_path / "scores.npy",
-    )
-    # kvpress does not protect the newest token
-    policy = policies.fit("kvzip", 72, 8, ["window=0"])
-    with open_engine(path, policy) as engine:
-        words = policy.reconstruction
-        texts = {
-            text: engine.model.tokenize(text).tolist() for text in (words.first, words.later, words.close)
-        }
-        prompt.write_text(json.dumps({"tokens": tokens.tolist(), "texts": texts}))
-        subprocess.run([python, script, path, prompt, out], check=True)
-        scores = np.load(out)
-        engine.read(tokens)
-        pos = engine.rows.pos[:, : engine.n_kv]
-        engine_scores = engine.state[0][:, : engine.n_kv]
-        np.testing.assert_allclose(engine_scores, np.take_along_axis(scores, pos, axis=1), atol=LOGITS / 10)
-        scores[:, : policy.sinks] = 2
-        best = [np.argsort(row)[-policy.n_keep :] for row in scores]
-        assert live(engine) == [sorted(row.tolist()) for row in best]
