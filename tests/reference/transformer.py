@@ -63,7 +63,7 @@ class Row:
     def seen(self):
         for t, pos, attn, is_first in self.steps:
             n = np.searchsorted(self.pos, pos[-1], side="right")
-            # an entry of this batch is seen by its own query and the later ones, an older entry by all queries
+            # an entry of this batch is seen from its own query on, an older entry by all queries
             begin = np.maximum(self.pos[:n] - (pos[-1] + 1 - len(t)), 0).tolist()
             heads = attn.T[np.searchsorted(pos, self.pos[:n])].tolist()
             for seen, first, new in zip(self._seen, begin, heads, strict=False):
