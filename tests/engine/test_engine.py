@@ -709,11 +709,15 @@ def test_an_engine_names_an_argument_of_a_wrong_type(tiny_model, wrong, message)
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"),
-    [*product(["recall"], ["original", "auto"]), *product(KINDS, ["original", "auto", "in-cache"])],
+    ("name", "positions", "arch"),
+    [
+        *product(["recall"], ["original", "auto"], ["llama"]),
+        *product(KINDS, ["original", "auto", "in-cache"], ["llama"]),
+        ("h2o", "auto", "gemma3"),
+    ],
 )
-def test_reset_restores_the_initial_state(tiny_model, name, positions):
-    path, first, second = tiny_model(n_ctx_train=130), text(128, seed=1), text(128, seed=2)
+def test_reset_restores_the_initial_state(tiny_model, name, positions, arch):
+    path, first, second = tiny_model(arch, n_ctx_train=130), text(128, seed=1), text(128, seed=2)
     policy = policies.fit(name, 48, 16)
     with open_engine(path, policy, positions=positions) as engine:
         fresh = perplexity.stream(engine, second)

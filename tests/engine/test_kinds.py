@@ -67,6 +67,8 @@ OTHERS = [
     ("roco", ["keep_std=6", "window=3"]),
     ("scissorhands", []),
     ("expected", ["queries=30"]),
+    ("rkv", []),
+    ("buzz", ["logn=true"]),
     ("corm", ["history=8", "window=2", "t=cells"]),
     ("recall", []),
     ("recall", ["search=all"]),
