@@ -34,8 +34,13 @@ KINDS = {
 }
 """Kinds of models that tests/tiny_kinds.py writes, with the options of each writer."""
 
+SIMILAR = ("smollm3", "maincoder", "qwen2vl", "deepseek2-no-q-rank")
+"""Kinds whose layers differ little from llama's or another kind's. Only some tests run with them."""
 
-@pytest.fixture(scope="module", params=KINDS)
+every_kind = pytest.mark.parametrize("path", KINDS, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=[name for name in KINDS if name not in SIMILAR])
 def path(request, tmp_path_factory):
     name = request.param
     path = tmp_path_factory.mktemp(name) / f"{name}.gguf"
@@ -48,6 +53,7 @@ def model(path):
     return models.load(path)
 
 
+@every_kind
 @pytest.mark.share(2, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
@@ -151,6 +157,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     assert np.abs(np.array(got) - np.array(want)).max() < LOGITS
 
 
+@every_kind
 def test_restored_engine_continues_bit_for_bit(path):
     tokens, policy = text(200), policies.fit("h2o", 48, 16)
     with open_engine(path, policy) as engine:

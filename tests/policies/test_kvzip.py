@@ -95,19 +95,17 @@ def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=6
         assert_continues_as_defined(engine, stream, tokens[n:], lambda: evict(engine, stream))
 
 
-@pytest.mark.share(3, "positions", "chunk")
-@pytest.mark.parametrize("positions", ["original", "in-cache"])
-@pytest.mark.parametrize("chunk", [2048, 100, 7])
-@pytest.mark.parametrize(("n_pinned", "n_held"), [(0, 0), (11, 6)])
+# the prompt is repeated in one chunk, in two or three, or in many
+@pytest.mark.parametrize(
+    ("positions", "chunk", "n_pinned", "n_held"),
+    [("original", 2048, 0, 0), ("in-cache", 2048, 11, 6), ("original", 100, 11, 6), ("in-cache", 30, 0, 0)],
+)
 def test_prompt_keeps_the_tokens_of_the_definition(tiny_model, positions, chunk, n_pinned, n_held):
     how = {"n_pinned": n_pinned, "n_held": n_held, "positions": positions}
     check_prompt(tiny_model(n_head_kv=2), [f"chunk={chunk}"], **how)
 
 
-@pytest.mark.share(2, "chunk", "n_batch")
-@pytest.mark.parametrize("chunk", [2048, 100])
-@pytest.mark.parametrize("n_batch", [512, 64])
-@pytest.mark.parametrize("floor", [0, 0.5])
+@pytest.mark.parametrize(("chunk", "n_batch", "floor"), [(2048, 64, 0), (100, 512, 0.5)])
 def test_rows_that_share_a_budget_keep_the_tokens_of_the_definition(tiny_model, chunk, n_batch, floor):
     options = [f"chunk={chunk}", "heads=adaptive", f"floor={floor}"]
     check_prompt(tiny_model(n_head_kv=2), options, n_pinned=11, n_held=6, n_batch=n_batch)
