@@ -21,6 +21,7 @@ from tests.engine.running import (
     N_UNTIED,
     ON_CUDA,
     TOLERANCE,
+    assert_continues_as_defined,
     distinct,
     future_of,
     live,
@@ -108,14 +109,10 @@ def test_signals_survive_the_closing_of_gaps(tiny_model, name):
     policy = policies.fit(name, 48, 16)
     keep, observe = twin(name, policy, 142)
     stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
+    evict = partial(stream.evict, keep, pinned=0, budget=policy.budget, slack=policy.slack)
     with open_engine(path, policy, positions="auto") as engine:
         # with steps of one token, gaps between positions are closed between two evictions
-        for at in range(len(tokens)):
-            if stream.n >= policy.budget:
-                stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
-            engine.step(tokens[at : at + 1])
-            want = stream.decode(tokens[at : at + 1])
-            assert np.abs(engine.context.logits() - want).max() < 1e-3
+        assert_continues_as_defined(engine, stream, tokens, evict)
         assert engine.n_restart > 0
 
 
