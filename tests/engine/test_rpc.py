@@ -43,26 +43,15 @@ POLICIES = {
     "recall": policies.fit("recall", 48, 16),
     "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
 }
-# name of the policy, positions, flash attention, and the model's architecture unless it is llama
+# name of the policy, positions, flash attention, and the model's architecture unless it is llama. The other
+# policies of POLICIES run in test_spares.py and test_offload.py
 RUNS = [
     ("h2o", "in-cache", "off"),
-    ("streamingllm", "in-cache", "off"),
-    ("merging", "in-cache", "off"),
-    ("merging", "original", "off"),
-    ("h2o", "in-cache", "on"),
-    ("merging", "in-cache", "on"),
-    ("bumblebee", "in-cache", "off"),
     ("scissorhands", "in-cache", "on"),
     ("tova", "original", "off"),
-    ("snapkv", "original", "off"),
-    ("expected", "in-cache", "on"),
-    ("expected", "auto", "off", "gemma3"),
-    ("roco", "original", "off"),
     ("logn", "original", "off"),
-    ("corm", "in-cache", "off"),
+    ("expected", "auto", "off", "gemma3"),
     ("h2o", "auto", "off", "gemma3"),
-    ("recall", "original", "off"),
-    ("recall", "auto", "on"),
     ("recall", "auto", "off", "gemma3"),
 ]
 N_TOKENS, N_ROW = 160, 4

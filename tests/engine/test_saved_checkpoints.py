@@ -107,7 +107,7 @@ def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path
 
 
 @pytest.mark.parametrize("harm", ["damaged", "missing", "another"])
-@pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
+@pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, path, name, harm):
     with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
         engine.read(text(100))

@@ -21,6 +21,8 @@ drafts     steps with wrong draft tokens give the logits of steps of one token, 
 rewound    a stream that was rewound gives the logits of a stream that has not read the removed tokens, up
            to rounding
 endless    a text of three times the trained length has finite scores
+
+A second line names the policies that refuse the model, and why.
 """
 
 from __future__ import annotations
@@ -84,6 +86,8 @@ def main() -> None:
         n_failed += any(result not in ("ok", "-") for result in results.values())
         outcomes = ", ".join(f"{name} {result}" for name, result in results.items())
         print(f"{path.stem:24} {outcomes}", flush=True)
+        if refused := _refused_policies(path):
+            print(f"{'':24} refused: {'; '.join(refused)}", flush=True)
     print(f"{n_run} run, {n_failed} of them fail")
     sys.exit(n_failed > 0)
 
@@ -97,6 +101,17 @@ def _refusal(path: Path) -> str | None:
         except KvtoolError as error:
             return str(error)
     return None
+
+
+def _refused_policies(path: Path) -> list[str]:
+    refused = []
+    for name in policies.names():
+        try:
+            with open_engine(path, policies.fit(name, 96, 8 if name != "full" else None)):
+                pass
+        except KvtoolError as error:
+            refused.append(f"{name} ({error})")
+    return refused
 
 
 def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
