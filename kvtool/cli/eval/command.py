@@ -68,7 +68,6 @@ class _EvalSampling(Options):
         help="Temperature of answers; 0 picks the most likely tokens. Above 0 the other samplers are as "
         f"in kvtool generate: --top-k {GenerationOptions.top_k}, --top-p {GenerationOptions.top_p}, "
         f"--min-p {GenerationOptions.min_p}.",
-        valid=Range(0),
     )
     seed: int = redeclared(
         GenerationOptions,
