@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from kvtool import errors
 from kvtool.cli import app
-from kvtool.cli.command import default_of, flags_of, place_of, title_of
+from kvtool.cli.command import default_of, place_of, title_of
 from kvtool.cli.examples import EXAMPLES
 from kvtool.system import interrupt
 
@@ -198,7 +198,7 @@ def _argument(param: Any) -> str:
 
 def _option(param: Any) -> str:
     """Return an option's names as code, then its placeholder unless it is a flag: `-m`, `--model` TEXT."""
-    names = ", ".join(f"`{name}`" for name in [*flags_of(param), *param.secondary_opts])
+    names = ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts])
     return names if param.is_flag or param.count else f"{names} {_metavar(param)}"
 
 

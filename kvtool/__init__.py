@@ -41,15 +41,11 @@ _MODULES = {
     "open_run": "config.opening",
 }
 
-_EARLIER = {"Run": "RunOptions"}
-"""Former names, mapped to the current names. The former names still work."""
-
 __all__ = [*_MODULES]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        name = _EARLIER.get(name, name)
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module

@@ -5,7 +5,7 @@ A message is one line, which names the fault and a remedy.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _ALIKE = 0.2
@@ -88,9 +88,12 @@ class SessionError(KvtoolError):
     exit_code = 9
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the names from `alike`, or "" if there are no such names."""
-    meant = alike(name, known)
+def suggestion(name: str, known: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
+    """Return " Did you mean ...?" with the names from `alike`, or "" if there are no such names.
+
+    shown: maps each known name to the text that is shown for it. None to show the names themselves.
+    """
+    meant = dict.fromkeys(shown[other] if shown else other for other in alike(name, known))
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 

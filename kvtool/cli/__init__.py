@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections import UserDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Annotated, Any
@@ -17,14 +17,11 @@ from kvtool import __version__
 from kvtool.cli import near
 from kvtool.cli.command import CLICK, BadValue, Group, refusal, shaped
 from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS, flag, module_of
-from kvtool.errors import InputError, KvtoolError, OutOfMemory
+from kvtool.errors import InputError, KvtoolError, OutOfMemory, suggestion
 from kvtool.system import interrupt
 
 _HANGUP, _PIPE = 128 + 1, 128 + 13
 """Exit codes that a shell reports for a program that was ended by SIGHUP or SIGPIPE."""
-
-_ALIKE = 0.75
-"""Minimum similarity (difflib's ratio) between an unknown option and the option that is suggested."""
 
 
 class _Commands(UserDict[str, Any]):
@@ -104,7 +101,7 @@ def _of_usage(error: Any) -> tuple[int, str]:
     """Return the exit code and the message for a command line that cannot be parsed."""
     line = _plainly(error)
     if getattr(error, "ctx", None) and not isinstance(error, BadValue):
-        line += f"; `{error.ctx.command_path} -h` lists its options"
+        line += f"{'' if line.endswith('?') else ';'} `{error.ctx.command_path} -h` lists its options"
     return error.exit_code, " ".join(line.split())
 
 
@@ -112,8 +109,11 @@ def _plainly(error: Any) -> str:
     """Return the message for an error that click raised, in kvtool's wording."""
     param = getattr(error, "param", None)
     if isinstance(error, CLICK.NoSuchOption):
-        line = _no_such_option(error.option_name, error.possibilities or ())
-        return line + near.dash_advice(error.option_name, error.ctx.command)
+        name, params = error.option_name, error.ctx.command.get_params(error.ctx)
+        known = {each.lstrip("-"): each for param in params for each in param.opts if each.startswith("--")}
+        hint = suggestion(name.lstrip("-"), known, known) if name.startswith("--") else ""
+        line = f"no such option: {name}"
+        return f"{line}.{hint}" if hint else line + near.dash_advice(name, error.ctx.command)
     if isinstance(error, CLICK.MissingParameter) and param:
         return f"{param.metavar or param.human_readable_name} is missing"
     if isinstance(error, CLICK.BadOptionUsage) and error.ctx:
@@ -124,15 +124,6 @@ def _plainly(error: Any) -> str:
         return refusal(error, flag(param))
     message = str(error.format_message()).rstrip(".")
     return message[:1].lower() + message[1:]
-
-
-def _no_such_option(name: str, possible: Sequence[str]) -> str:
-    # imported here, because only a failing command needs it
-    from difflib import get_close_matches
-
-    longer_or_shorter = [option for option in possible if name.startswith(option) or option.startswith(name)]
-    similar = longer_or_shorter or get_close_matches(name, possible, n=1, cutoff=_ALIKE)
-    return f"no such option: {name}" + (f" (did you mean {similar[0]}?)" if similar else "")
 
 
 def _of_output(error: OSError) -> tuple[int, str]:

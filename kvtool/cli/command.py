@@ -28,9 +28,6 @@ _HELP = ("help", "version", "install_completion", "show_completion")
 
 _METAVARS = {"<str>": "TEXT", "<path>": "FILE"}
 
-_EARLIER = ("--png", "--type-k", "--type-v")
-"""Former names of options. They still work, but the help and the documents do not show them."""
-
 _WIDEST = 32
 """Maximum width of option names, in columns. If a name is longer, its help begins on the next line."""
 
@@ -88,22 +85,27 @@ class Command(_Shared, TyperCommand):
     """A command that is not a group.
 
     After the arguments are parsed, `ctx.obj` maps names of parameters to the settings that apply to them.
+    Each parameter has two more attributes: `declaration` is the `Option`, or None if the parameter is not
+    declared as data, and `aliases` are its `Option.aliases`.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        declarations = getattr(self.callback, "declarations", {})
+        params: list[Any] = self.params
+        for param in params:
+            param.declaration = declarations.get(param.name)
+            param.aliases = param.declaration.aliases if param.declaration else ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = {}
         # shell completion needs no defaults
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        if any(param.name == "records" for param in self.params):
-            from kvtool.cli.output import with_records
-
-            args = with_records(args)
         # let click accept surplus arguments, because `near` refuses them below with better advice
         ctx.allow_extra_args = True
         try:
-            if advice := near.other_option(ctx, args):
-                raise UsageError(advice)
+            args = near.translated(ctx, args)
             typed, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             # do not read the settings for -h and -V, which must work even if a setting is wrong
             if not (typed.get("help") or typed.get("version")):
@@ -189,11 +191,6 @@ def sentence_of(command: Any) -> str:
     return " ".join(text.split()).partition(". ")[0].rstrip(".") + "."
 
 
-def flags_of(param: Any) -> list[str]:
-    """Return the names of an option without its former names."""
-    return [name for name in param.opts if name not in _EARLIER]
-
-
 def default_of(param: Any) -> str | None:
     """Return the text that the help shows as an option's default, or None if the option declares no text."""
     text = param.show_default if isinstance(param.show_default, str) else None
@@ -225,8 +222,6 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
         names, text = record
         for metavar, plain in _METAVARS.items():
             names = names.replace(metavar, plain)
-        for name in _EARLIER:
-            names = names.replace(f", {name}", "")
         if default := default_of(param):
             # remove the parentheses that typer puts around the text of a default
             text = text.replace(f"({param.show_default})", default)

@@ -5,7 +5,7 @@ Most of them return no file names, because the shell itself completes file names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import typer
 
 from kvtool.cli.listed import COMMANDS
 from kvtool.errors import KvtoolError
-from kvtool.units import CACHE_TYPES
 
 _FIRST = b"kvtool session"
 """The bytes with which a session file begins."""
@@ -24,11 +23,6 @@ def policies(incomplete: str) -> list[str]:
     from kvtool import policies as known
 
     return _from(incomplete, known.names())
-
-
-def policy_list(incomplete: str) -> list[str]:
-    """Complete the last policy in a comma-separated list."""
-    return _in_list(incomplete, policies)
 
 
 def parameters(context: typer.Context, incomplete: str) -> list[str]:
@@ -52,11 +46,6 @@ def tasks(incomplete: str) -> list[str]:
     from kvtool import tasks as known
 
     return _from(incomplete, known.names())
-
-
-def cache_type_list(incomplete: str) -> list[str]:
-    """Complete the last cache type in a comma-separated list."""
-    return _in_list(incomplete, lambda last: _from(last, CACHE_TYPES))
 
 
 def sessions(incomplete: str) -> list[str]:
@@ -87,8 +76,3 @@ def is_session(path: Path) -> bool:
 
 def _from(incomplete: str, known: Iterable[str]) -> list[str]:
     return [name for name in known if name.startswith(incomplete)]
-
-
-def _in_list(incomplete: str, one: Callable[[str], list[str]]) -> list[str]:
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in one(last)]

@@ -7,14 +7,14 @@ import re
 import sys
 from collections.abc import Callable
 from json import dumps
-from tempfile import TemporaryFile
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.main import get_command
 
 from kvtool.cli.declared import Json
 from kvtool.errors import KvtoolError, LibraryError, UsageError
+from kvtool.system.files import can_write
 from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
 from kvtool.units import format_bytes
 
@@ -22,28 +22,21 @@ _BUILD = build_command()
 _COMPILE = f"{sys.executable} -m kvtool.build.kernels"
 
 
-def doctor(
-    json: Json = False,
-    remove: Annotated[
-        bool, typer.Option("--remove", help="Delete the chats that killed servers left in the cache folder.")
-    ] = False,
-) -> None:
+def doctor(json: Json = False) -> None:
     """Check the installation: what is built and cached, what is wrong, and how to fix it.
 
     It also checks the config file and the variables, as `kvtool config` does. The exit code is 1 if anything
     is wrong.
     """
-    state = examine(remove=remove)
+    state = examine()
     typer.echo(dumps(state, indent=2) if json else _text(state))
     raise typer.Exit(0 if state["ok"] else 1)
 
 
-def examine(*, remove: bool = False) -> dict[str, Any]:
+def examine() -> dict[str, Any]:
     """Return everything that doctor shows.
 
     `problems` is a list of {wrong, command}. It is empty if nothing is wrong.
-
-    remove: True to delete the chats of killed servers.
     """
     from kvtool.build.kernels import are_compiled, are_linked
 
@@ -52,7 +45,8 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
     def wrong(fault: str, command: str) -> None:
         problems.append({"wrong": fault, "command": command})
 
-    _cache(wrong)
+    if not can_write(cache_dir()):
+        wrong(f"cannot write to the cache folder {cache_dir()}", "export KVTOOL_CACHE=FOLDER")
     _settings(wrong)
     library = _library(wrong)
     kernels = {"path": str(kernel_dir()), "compiled": are_compiled(), "linked": are_linked()}
@@ -67,18 +61,7 @@ def examine(*, remove: bool = False) -> dict[str, Any]:
         "library": library,
         "kernels": kernels,
         "models": {"path": str(models), "files": files},
-        "leftovers": _leftovers(remove),
     }
-
-
-def _cache(wrong: Callable[[str, str], None]) -> None:
-    try:
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=cache_dir()):
-            pass
-    except OSError as error:
-        fault = f"cannot write to the cache folder {cache_dir()}: {error.strerror}"
-        wrong(fault, "export KVTOOL_CACHE=FOLDER")
 
 
 def _settings(wrong: Callable[[str, str], None]) -> None:
@@ -92,19 +75,6 @@ def _settings(wrong: Callable[[str, str], None]) -> None:
         # the message begins with the name of a wrong variable
         name = re.match(r"\$\w+", str(error))
         wrong(str(error), f"unset {name[0][1:]}" if name else '$EDITOR "$(kvtool config --path)"')
-
-
-def _leftovers(remove: bool) -> list[dict[str, Any]]:
-    """Return the folders that killed servers left. remove: True to delete them now.
-
-    Otherwise the next server deletes them.
-    """
-    from kvtool.serve.store import leftovers
-
-    return [
-        {**left._asdict(), "path": str(left.path), "removed": leftovers.remove(left.path) if remove else None}
-        for left in leftovers.leftovers(cache_dir())
-    ]
 
 
 def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
@@ -165,10 +135,6 @@ def _text(state: dict[str, Any]) -> str:
     lines.append(f"kernels     {built}, {kernels['path']}")
     names = ", ".join(f"{file['name']} ({format_bytes(file['bytes'])})" for file in models["files"])
     lines.append(f"models      {names or 'none yet'}, {models['path']}")
-    for left in state["leftovers"]:
-        size = f"chats of a killed server: {left['n_chat']:,}, {format_bytes(left['n_bytes'])}"
-        done = {None: "kvtool doctor --remove deletes them", True: "deleted", False: "cannot be deleted"}
-        lines.append(f"left        {left['path']}, {size}; {done[left['removed']]}")
     lines.append("")
     for problem in state["problems"]:
         lines += [f"problem: {problem['wrong']}", f"  fix it with: {problem['command']}"]

@@ -23,15 +23,15 @@ EXAMPLES = {
         "kvtool compare book.txt --records runs.jsonl --plot runs.png --jobs 2",
     ),
     "bench": (
-        "kvtool bench -m smollm2-135m --json > before.json",
-        "kvtool bench --depths 512,8k --compare before.json --plot speed.png",
+        "kvtool bench --depths 512,8k --budget 512",
+        "kvtool bench -m smollm2-135m --json > speeds.json",
     ),
     "eval": ("kvtool eval", "kvtool eval passkey --policy snapkv --budget 20% --limit 50"),
     "inspect": (
         "kvtool inspect book.txt --max-tokens 2000 --policy h2o --budget 256",
         "kvtool inspect book.txt --policy recall --budget 512 --html book.html",
     ),
-    "policies": ("kvtool policies", "kvtool policies buzz --budget 512 -o stride=4"),
+    "policies": ("kvtool policies", "kvtool policies buzz"),
     "models list": ("kvtool models list", "kvtool models list --all"),
     "models pull": ("kvtool models pull smollm2-135m", "kvtool models pull smollm2-135m --json"),
     "models rm": ("kvtool models rm smollm2-135m", "kvtool models rm hf:OWNER/REPO:Q4_K_M"),

@@ -7,7 +7,11 @@ an unknown name with one dash as several options. For example, it reads `-hf` as
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
+
+from kvtool.cli.listed import flag
+from kvtool.errors import UsageError, suggestion
 
 _OTHER_NAMES = {
     "chat": ("run", "start", "cli"),
@@ -39,91 +43,29 @@ INSTEAD = {
 }
 """For each group of commands, a map from the names in other programs to our commands."""
 
-NOT_HERE = {
-    "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",
-    "stop": "kvtool runs nothing in the background; press Ctrl-C to stop a command",
-    "quantize": "kvtool does not change GGUF files; llama.cpp's llama-quantize makes smaller ones",
-    "convert": "kvtool does not make GGUF files; llama.cpp's convert_hf_to_gguf.py does",
-}
-"""Commands of other programs that kvtool does not have, and why it does not have them."""
-
-OURS = {
-    "--api-key-file": ("--api-key",),
-    "--batch-size": ("-ub", "--ubatch-size", "--n-batch", "--num-batch"),
-    "--budget": ("--max-kv-size",),
-    "--cache-type-k": ("--type-k", "--ctk", "--kv-cache-type", "--kv-cache-dtype"),
-    "--cache-type-v": ("--type-v", "--ctv"),
-    "--ctx-size": (
-        *("--ctx", "--n-ctx", "--num-ctx", "--context", "--context-size", "--context-length"),
-        *("--max-context", "--max-model-len"),
-    ),
-    "--draft": ("-md", "--model-draft", "--draft-model"),
-    "--gpu-layers": ("--ngl", "--n-gpu-layers", "--num-gpu", "--num-gpu-layers"),
-    "--grammar": ("--grammar-file",),
-    "--hide-thinking": ("--hidethinking",),
-    "--host": ("--listen",),
-    "--json-schema": ("-jf", "--json-schema-file", "--format"),
-    "--lora": ("--lora-scaled",),
-    "--logprobs": ("--n-probs", "--top-logprobs"),
-    "--parallel": ("-np", "--n-parallel", "--max-num-seqs"),
-    "--plain": ("--nowordwrap",),
-    "--predict": ("--max-tokens", "--max-new-tokens", "--max-length", "--num-predict"),
-    "--raw": ("-no-cnv", "--no-conversation"),
-    "--repeat-penalty": ("--repetition-penalty",),
-    "--seed": ("-s",),
-    "--session": ("--prompt-cache", "--prompt-cache-file"),
-    "--sessions": ("--slot-save-path",),
-    "--stop": ("-r", "--reverse-prompt"),
-    "--system": ("-sys", "--system-prompt"),
-    "--system-file": ("-sysf", "--system-prompt-file"),
-    "--temp": ("--temperature",),
-    "--threads": ("-tb", "--threads-batch", "--n-threads", "--num-thread", "--num-threads"),
-    "--windows": ("--ppl-window",),
-}
-"""Names that llama.cpp, Ollama, vLLM, mlx-lm and transformers use for our options."""
-
 ADVICE = {
     "use -m hf:{value}": ("-hf", "-hfr", "--hf-repo"),
     "use -m hf:OWNER/REPO:{value}": ("-hff", "--hf-file"),
-    "use -m {value}": ("-mu", "--model-url"),
-    "put the token into $HF_TOKEN": ("-hft", "--hf-token"),
-    "`kvtool chat` is a conversation, without this option": (
-        *("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first"),
-        *("-ins", "--instruct"),
-    ),
-    "`kvtool generate` answers a prompt": (
-        *("-p", "--prompt", "-st", "--single-turn", "-no-cnv", "--no-conversation"),
-    ),
-    "kvtool always runs chat templates with Jinja; leave it out": ("--jinja", "--no-jinja"),
-    "this command uses no chat template; leave it out": ("--chat-template", "--chat-template-file"),
-    "models are mapped into memory, and not locked there; leave it out": (
-        *("--mlock", "--mmap", "--no-mmap", "--use-mmap", "--use-mlock"),
-    ),
-    "sinks and the system prompt always stay; leave it out": ("--keep", "--n-keep", "--num-keep"),
+    "use --api-key-file": ("--api-key",),
+    "use --predict": ("--max-tokens",),
+    "use --batch-size": ("-ub", "--ubatch-size"),
+    "use --threads": ("-tb", "--threads-batch"),
+    "`kvtool chat` is a conversation, without this option": ("-cnv", "--conversation"),
+    "`kvtool generate` answers a prompt": ("-p", "--prompt"),
+    "kvtool always runs chat templates with Jinja; leave it out": ("--jinja",),
+    "models are mapped into memory, and not locked there; leave it out": ("--mlock", "--no-mmap"),
+    "sinks and the system prompt always stay; leave it out": ("--keep",),
     "the eviction policy (--policy) makes room in a full cache; leave it out": (
         *("--context-shift", "--no-context-shift"),
     ),
-    "positions beyond the trained context are made by --positions; leave it out": (
-        *("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx"),
-        *("-gan", "--grp-attn-n", "-gaw", "--grp-attn-w"),
-    ),
-    "layers are spread over all GPUs; $CUDA_VISIBLE_DEVICES chooses among them": (
-        *("-dev", "--device", "--tensor-parallel-size"),
-    ),
-    "kvtool takes neither images nor control vectors; leave it out": (
-        *("--mmproj", "-mm", "--image", "--control-vector"),
-    ),
-    "kvtool needs no such option; leave it out": (
-        *("-co", "--color", "-e", "--escape", "--simple-io", "--no-display-prompt", "--no-warmup"),
-        *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
-    ),
+    "kvtool takes no images; leave it out": ("-mm", "--mmproj"),
 }
-"""Maps advice to the options of other programs to which it applies.
+"""Maps advice to the options of other programs, mostly of llama.cpp, to which it applies.
 
-A command gives the advice if it does not have the option.
+A command gives the advice if it does not have the option. Options that mean the same in kvtool are in
+`Option.aliases`.
 """
 
-_OURS = {name: ours for ours, names in OURS.items() for name in names}
 _ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
 
 
@@ -136,56 +78,38 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
     line = f"{group}there is no command {name!r}"
     if instead := INSTEAD.get(path, {}).get(name):
         return f"{line}; use `kvtool {instead}`"
-    if not group and name in NOT_HERE:
-        return f"{line}; {NOT_HERE[name]}"
     if not group and name.endswith(".gguf"):
         from shlex import quote
 
         return f"{line}; use `kvtool chat {quote(name)}`"
     if not group and " " in name:
         return f"name a command first: `kvtool generate {quoted(name)}` or `kvtool chat`"
-    # imported here and not above, because every command imports this file
-    from difflib import get_close_matches
-
-    if similar := get_close_matches(name, list(known), n=1):
-        return f"{line}; did you mean `{path} {similar[0]}`?"
-    return f"{line}; `{path} -h` lists them"
+    shown = {each: f"`{path} {each}`" for each in known}
+    hint = suggestion(name, shown, shown)
+    return f"{line}.{hint}" if hint else f"{line}; `{path} -h` lists them"
 
 
-def ours(name: str) -> str:
-    """Return kvtool's flag for an option.
+def translated(context: Any, args: Sequence[str]) -> list[str]:
+    """Return the arguments, in which each alias of an option is replaced by the option's own name.
 
-    name: the option's name in kvtool or in another program, with or without dashes.
-    """
-    name = name.lstrip("-").replace("_", "-")
-    flag = f"--{name}" if len(name) > 1 else f"-{name}"
-    return _OURS.get(flag, flag)
-
-
-def other_option(context: Any, args: Sequence[str]) -> str | None:
-    """Return the message for the first option of another program, or None if there is no such option.
-
-    args: the arguments as they were typed. Values of our own options are not examined.
+    Raises UsageError for an option in `ADVICE`. Values of our own options are not examined.
     """
     options = [p for p in context.command.get_params(context) if p.param_type_name == "option"]
     known = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
-    words = iter(args)
+    own = {alias: flag(option) for option in options for alias in getattr(option, "aliases", ())}
+    words, result = iter(args), list[str]()
     for word in words:
-        name, has_value, value = word.partition("=")
+        name, equals, value = word.partition("=")
         if word == "--":
-            break
-        if name in known:
-            if not (has_value or known[name].is_flag or known[name].count):
-                next(words, None)
-        elif name in _OURS and _OURS[name] in known:
-            return f"no such option: {name}; use {_OURS[name]}"
-        elif name in _ADVICE:
-            advice = _ADVICE[name].format(value=value if has_value else next(words, "..."))
-            return f"no such option: {name}; {advice}"
-        elif name in _OURS:
-            # do not leave this to click, which would read `-md 9` as `-m d` with an argument 9
-            return f"no such option: {name}; `{context.command_path} -h` lists its options"
-    return None
+            return [*result, word, *words]
+        if name not in known and name in _ADVICE:
+            advice = _ADVICE[name].format(value=value if equals else next(words, "..."))
+            raise UsageError(f"no such option: {name}; {advice}")
+        name = own.get(name, name)
+        result.append(f"{name}{equals}{value}")
+        if name in known and not (equals or known[name].is_flag or known[name].count):
+            result += islice(words, 1)
+    return result
 
 
 def dash_advice(name: str, command: Any) -> str:

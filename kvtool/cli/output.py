@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,57 +50,18 @@ def check_writable(path: Path | None) -> None:
 
 
 def check_apart(*named: tuple[str, Path | None]) -> None:
-    """Raise UsageError if two options name the same file, even by different paths.
+    """Raise UsageError if two options name the same file, also by a link.
 
     named: pairs of an option and its file. Options without a file are ignored.
     """
-    taken: dict[tuple[int, int] | str, str] = {}
+    taken: dict[str, str] = {}
     for flag, path in named:
         if path is None:
             continue
         real = os.path.realpath(path)
-        try:
-            # hard links have different paths
-            stat = os.stat(real)
-            key: tuple[int, int] | str = (stat.st_dev, stat.st_ino)
-        except OSError:
-            key = real
-        if key in taken:
-            raise UsageError(f"{taken[key]} and {flag} name the same file, {path}; name another file")
-        taken[key] = flag
-
-
-def with_records(args: Sequence[str]) -> list[str]:
-    """Translate arguments of earlier versions.
-
-    `--json FILE` becomes `--records FILE`, and `--json -` becomes `--json`.
-    """
-    current, rest = list[str](), list(args)
-    while rest:
-        word = rest.pop(0)
-        name, has_value, value = word.partition("=")
-        if name != "--json" or not (has_value or (rest and _is_records(rest[0]))):
-            current.append(word)
-            continue
-        value = value if has_value else rest.pop(0)
-        current += ["--json"] if value == "-" else ["--records", value]
-    return current
-
-
-def _is_records(word: str) -> bool:
-    """Return True if the word after --json is `-` or names a file for records.
-
-    Otherwise the word is an option or a task.
-    """
-    from kvtool import tasks
-
-    if word.startswith("-"):
-        return word == "-"
-    try:
-        with Path(word).expanduser().open("rb") as file:
-            return file.read(1) in (b"", b"{")
-    except OSError:
-        return word not in tasks.names()
+        if real in taken:
+            raise UsageError(f"{taken[real]} and {flag} name the same file, {path}; name another file")
+        taken[real] = flag
 
 
 def records_path(records: str | None, resume: bool) -> Path | None:
@@ -161,25 +122,6 @@ def png(figure: Figure) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()
-
-
-@contextmanager
-def written(*outputs: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
-    """Write files, and then run the block, which prints the result.
-
-    An output is a path and a function that returns the bytes. If a file cannot be written, KvtoolError is
-    raised only after the block, so that the result is not lost.
-    """
-    failed = None
-    for path, data in outputs:
-        try:
-            if path:
-                write(path, data())
-        except KvtoolError as error:
-            failed = error
-    yield
-    if failed:
-        raise failed
 
 
 def write(path: Path, data: bytes) -> None:

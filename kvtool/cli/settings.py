@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtool.cli import near
 from kvtool.cli.listed import COMMANDS, GROUPS, flag
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
-from kvtool.errors import UsageError, alike, suggestion
+from kvtool.errors import UsageError, suggestion
 from kvtool.options import declared
 from kvtool.system.texts import exists
 
@@ -33,8 +32,6 @@ Words = tuple[str, ...]
 """The words that name a command, such as ("models", "show")."""
 
 OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
-    # `kvtool policies` runs no model: settings that are meant for runs would only change its list
-    ("policies",): ("budget", "evict_every", "options", "as_json"),
     # settings that are meant for chats would change the results of tasks
     ("eval",): ("temp", "seed"),
 }
@@ -42,6 +39,9 @@ OPTIONS_OF_ONE: dict[Words, tuple[str, ...]] = {
 
 Settings for all commands do not change them.
 """
+
+_IGNORED: dict[Words, tuple[str, ...]] = {("policies",): ("budget", "evict-every", "option", "o")}
+"""Keys of options that a command no longer has, by command. Files may still have them."""
 
 _MODELS = "models"
 _MAX_WORDS = 4
@@ -106,12 +106,7 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
     for table in all_tables:
         if table.words[:1] == (_MODELS,) and table.words[2:] == words:
             check_takes_model(command, words, table)
-    # if OPTIONS_OF_ONE lists all options of the command, the top level can set none: skip it
-    chosen = [
-        table
-        for table in all_tables
-        if table.words == words[: len(table.words)] and (table.words or shared or not options)
-    ]
+    chosen = [table for table in all_tables if table.words == words[: len(table.words)]]
     layers = [_from_table(table, options if table.is_own else shared, root) for table in chosen]
     variables = [_from_variables(shared), _from_variables(options, words)]
     if any(table.words[:1] == (_MODELS,) for table in all_tables) and any(p.name == "model" for p in options):
@@ -185,13 +180,14 @@ def options_of(command: Any, without: Words = ()) -> list[Any]:
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]
 
 
-def variable(param: Any, words: Iterable[str] = ()) -> str:
-    """Return the name of the variable that sets an option for the command `words`, or for all commands."""
-    return _variable(flag(param), words)
+def variables(param: Any, words: Iterable[str] = ()) -> list[str]:
+    """Return the variables that set an option for the command `words`, or for all commands.
 
-
-def _variable(name: str, words: Iterable[str] = ()) -> str:
-    return VARIABLE + "_".join([*words, name.lstrip("-")]).replace("-", "_").upper()
+    The first is the one that documents and messages use. The others have other long names of the option.
+    """
+    others = [name for name in (*param.opts, *param.aliases) if name.startswith("--")]
+    names = dict.fromkeys([flag(param), *others])
+    return [VARIABLE + "_".join([*words, name.lstrip("-")]).replace("-", "_").upper() for name in names]
 
 
 def checked(param: Any, value: Any, source: str) -> Any:
@@ -232,7 +228,12 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
     # three kinds of tables apply to several commands: the top level, a group's table and a model's table
     is_shared = is_in_group and (len(words) < 2 or len(words) == 2 and words[0] == _MODELS)
     inner = {name: value for name, value in table.items() if isinstance(value, dict)}
-    values = {name: value for name, value in table.items() if name not in inner}
+    ignored = _IGNORED.get(words, ())
+    values = {
+        name: value
+        for name, value in table.items()
+        if name not in inner and name.replace("_", "-") not in ignored
+    }
     yield Table(words, values, title, not is_shared)
     for name, value in inner.items():
         yield from _tables((*words, name), value, path)
@@ -279,8 +280,8 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
     """Return the settings that variables have for the given options. Empty variables are ignored."""
     result = {}
     for param in params:
-        name = variable(param, words)
-        if text := os.environ.get(name):
+        if name := next(filter(os.environ.get, variables(param, words)), None):
+            text = os.environ[name]
             # the name of a file may have blanks
             values = (text,) if exists(text) else tuple(text.split())
             result[param.name] = Setting(values if param.multiple else text, f"${name}")
@@ -294,41 +295,33 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
     other commands are not imported.
     """
     own = options_of(command)
-    known = {*NOT_OPTIONS, *(variable(param, each) for param in own for each in ((), words))}
+    known = {
+        *NOT_OPTIONS,
+        *(name for param in own for each in ((), words) for name in variables(param, each)),
+    }
     ours = {name for name, text in os.environ.items() if name.startswith(VARIABLE) and text}
     names = sorted(ours - known)
     if not names:
         return
-    meant: dict[str, str] = {}
-    for their_words, each in all_commands(root):
-        for param in options_of(each):
-            for start in ((), their_words):
-                right = variable(param, start)
-                meant[right] = right
-                for name in param.opts:
-                    meant.setdefault(_variable(name, start), right)
-    for name in names:
-        if meant.get(name) != name:
-            yield f"${name} does not belong to an option.{_instead(name, meant)}"
-
-
-def _instead(name: str, meant: Mapping[str, str]) -> str:
-    """Return " Did you mean ...?" for a variable that does not belong to an option.
-
-    "" if there is no suggestion. meant: maps possible names of variables to the right names. An option with
-    several names has only one variable, but a user may form a variable from any of these names.
-    """
-    rest = name.removeprefix(VARIABLE)
-    right = meant.get(name) or meant.get(_variable(near.ours(rest.lower())))
+    right = {
+        name: first
+        for their_words, each in all_commands(root)
+        for param in options_of(each)
+        for start in ((), their_words)
+        for first, *others in [variables(param, start)]
+        for name in (first, *others)
+    }
     # compare names without the prefix, because all variables have the same prefix
-    known = dict.fromkeys(each.removeprefix(VARIABLE) for each in meant.values())
-    similar = [right] if right else [VARIABLE + each for each in alike(rest, known)]
-    return f" Did you mean {' or '.join(similar)}?" if similar else ""
+    meant = {name.removeprefix(VARIABLE): first for name, first in right.items()}
+    for name in names:
+        if name not in right:
+            hint = suggestion(name.removeprefix(VARIABLE), meant, meant)
+            yield f"${name} does not belong to an option.{hint}"
 
 
 def named(key: str, params: Iterable[Any]) -> list[Any]:
     """Return the options that a key of the file sets. key: an option's name without the leading dashes."""
-    return [param for param in params if key.replace("_", "-") in _keys(param.opts)]
+    return [param for param in params if key.replace("_", "-") in _keys((*param.opts, *param.aliases))]
 
 
 def check_set_once(table: Table, params: Iterable[Any]) -> None:
@@ -350,15 +343,13 @@ def _keys(flags: Iterable[str]) -> list[str]:
 
 
 def _is_known(key: str, root: Any) -> bool:
-    """Return True if any command has an option with this key."""
     # search the shared options first: importing all commands takes as long as loading a small model
     shared = [option for kind in (RunOptions, GenerationOptions) for option in declared(kind).values()]
-    is_shared = any(key.replace("_", "-") in _keys(option.flags) for option in shared)
-    return is_shared or bool(named(key, all_options(root)))
+    return any(option.is_called(key) for option in shared) or bool(named(key, all_options(root)))
 
 
 def all_options(root: Any) -> list[Any]:
-    """Return the options of all commands. Slow: it imports all commands."""
+    """Slow: it imports all commands."""
     return [param for _, command in all_commands(root) for param in options_of(command)]
 
 

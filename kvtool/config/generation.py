@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_type_hints
 
-from kvtool.errors import UsageError, alike
+from kvtool.errors import UsageError, suggestion
 from kvtool.llama.sampling import Sampling
-from kvtool.options import SAMPLING, Options, declared, option, redeclared, unless
+from kvtool.options import SAMPLING, Options, Range, declared, option, redeclared, unless
 
 EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `--think`. A chat template supports only some of them."""
@@ -31,10 +31,10 @@ class _LengthOptions(Options):
         "-n, --predict, --n-predict N",
         2048,
         "Maximum tokens of a reply; -1 means no limit.",
-        minimum=-1,
+        valid=Range(-1),
         read=_limit,
         request=("max_completion_tokens", "max_tokens", "n_predict"),
-        also=("predict", "num_predict", "max_new_tokens"),
+        aliases=("--num-predict", "--max-new-tokens"),
     )
     think: str | None = _option(
         "--think EFFORT",
@@ -50,7 +50,7 @@ class _LengthOptions(Options):
         None,
         "Maximum tokens of a thought: then it is closed, and the answer follows; -1 means no limit.",
         default_text="no limit",
-        minimum=-1,
+        valid=Range(-1),
         read=unless(-1),
     )
 
@@ -79,8 +79,9 @@ class GenerationOptions(Sampling, _LengthOptions):
         "Random seed of the sampler.",
         group=SAMPLING,
         default_text="random",
-        minimum=-1,
+        valid=Range(-1),
         read=unless(-1),
+        aliases=("-s",),
     )
 
     def __post_init__(self) -> None:
@@ -103,9 +104,8 @@ class GenerationOptions(Sampling, _LengthOptions):
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            # suggest the field's own name, even if the similar name is another name of the field
-            similar = dict.fromkeys(names[each] for each in alike(name, names))
-            hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
+            # if the similar name is another name of a field, this suggests the field's own name
+            hint = suggestion(name, names, names)
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 

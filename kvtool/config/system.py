@@ -18,8 +18,14 @@ class SystemOptions(Options):
         None,
         "System prompt. No policy forgets it; recall may archive the part beyond half of the budget.",
         read=lambda raw, flag: utf8(flag, raw),
+        aliases=("-sys", "--system-prompt"),
     )
-    system_file: str | None = option("--system-file FILE", None, "Read the system prompt from this file.")
+    system_file: str | None = option(
+        "--system-file FILE",
+        None,
+        "Read the system prompt from this file.",
+        aliases=("-sysf", "--system-prompt-file"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,16 +15,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
-from kvtool.errors import InputError, KvtoolError, OutOfMemory
+from kvtool.errors import KvtoolError, OutOfMemory
 from kvtool.llama.libllama.devices import devices
-from kvtool.measure import depths, records
+from kvtool.measure import depths
 from kvtool.system.memory import free_bytes, give_back, rss_bytes
 from kvtool.units import archive_types, format_bytes
 
@@ -370,37 +369,3 @@ def device_free() -> int | None:
 
 def _of(needed: int, free: int) -> str:
     return f"{format_bytes(needed)}, {format_bytes(free)} are free"
-
-
-_COMPARED = ("read_tokens_per_s", "write_tokens_per_s", "first_s")
-
-
-def earlier(path: Path) -> list[dict[str, Any]]:
-    """Read the rows that an earlier run printed as JSON. Raises InputError for a file without rows."""
-    if not path.exists():
-        raise InputError(f"cannot read {path}: there is no such file")
-    try:
-        rows = records.read(path)
-    except InputError:
-        rows = []
-    if not rows or not all(map(_is_row, rows)):
-        raise InputError(f"{path} is not what `kvtool bench --json` prints")
-    return rows
-
-
-def _is_row(record: Mapping[str, Any]) -> bool:
-    def is_spread(value: object) -> bool:
-        median = value.get("median") if isinstance(value, dict) else None
-        return value is None or (isinstance(median, (int, float)) and median > 0)
-
-    return {"what", "depth", *_COMPARED} <= record.keys() and all(is_spread(record[n]) for n in _COMPARED)
-
-
-def over(record: Mapping[str, Any], old: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return a row's medians divided by the medians of the same row in an earlier run.
-
-    A quotient is None if either median is missing.
-    """
-    same = [row for row in old if (row["what"], row["depth"]) == (record["what"], record["depth"])]
-    pairs = {name: (record[name], same[0][name] if same else None) for name in _COMPARED}
-    return {name: a["median"] / b["median"] if a and b else None for name, (a, b) in pairs.items()}

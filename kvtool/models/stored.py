@@ -1,6 +1,5 @@
 """List the downloaded models, count their bytes, and delete them."""
 
-import glob
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -50,10 +49,7 @@ def of_entry(entry: Entry) -> Stored | None:
         return Stored(entry.name, (entry.path,), True)
     if not entry.is_download:
         return None
-    # earlier versions of kvtool wrote NAME.hf and FILE.part
-    folders = [models_dir() / f"{entry.name}{suffix}" for suffix in (".part", ".hf")]
-    remains = [path for folder in folders for path in sorted(folder.rglob("*"))]
-    remains += models_dir().glob(f"{glob.escape(entry.file)}.part*")
+    remains = sorted((models_dir() / f"{entry.name}.part").rglob("*"))
     files = tuple(path for path in remains if path.is_file())
     return Stored(entry.name, files, False) if files else None
 

@@ -306,8 +306,6 @@ def test_unknown_damaged_or_unsupported_models_raise_errors(tmp_path, tiny_model
 def test_every_public_name_can_be_imported_and_no_other():
     for name in kvtool.__all__:
         assert getattr(kvtool, name).__name__ == name
-    # `Run` is the earlier name of `RunOptions`
-    assert kvtool.Run is kvtool.RunOptions
     assert set(kvtool.__all__) <= set(dir(kvtool))
     assert list(kvtool._MODULES) == kvtool.__all__
     other = "nothing"

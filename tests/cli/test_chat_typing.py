@@ -771,13 +771,13 @@ def test_aliases_of_commands_work_and_typos_get_suggestions(terminal):
     assert "started over" in chat.say("/clear")
     assert chat.say("/HELP") == chat.say("/help")
     for line, instead in (
-        ("/rety", "/retry"),
+        ("/retryy", "/retry"),
         ("/last", "/show last"),
         ("/temp 1", "/set temp"),
         ("/quit?", "/quit"),
     ):
         chat.type(f"{line}\r")
-        chat.until(f"there is no command '{line.split()[0]}'; did you mean '{instead}'?\n\n> {line}")
+        chat.until(f"there is no command '{line.split()[0]}'. Did you mean {instead}?\n\n> {line}")
         chat.type("\x15")
     # Tab completes a command
     chat.type("/sta\t")

@@ -302,32 +302,8 @@ def test_corm_runs_with_empty_budgets(compare):
     assert "corm" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("--json", "--json"),
-        ("x --json", "x --json"),
-        ("--json --jobs 2", "--json --jobs 2"),
-        ("--json text.txt", "--json text.txt"),
-        ("--json passkey", "--json passkey"),
-        # in earlier versions, --json took the name of a file, and this still works
-        ("x --json -", "x --json"),
-        ("x --json new.jsonl --resume", "x --records new.jsonl --resume"),
-        ("x --json=new", "x --records new"),
-        ("--json old x", "--records old x"),
-        ("--json empty x", "--records empty x"),
-    ],
-)
-def test_json_is_a_flag_but_still_accepts_a_file(tmp_path, monkeypatch, typed, meant):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("text")
-    (tmp_path / "old").write_text('{"policy": "h2o"}\n')
-    (tmp_path / "empty").touch()
-    assert output.with_records(typed.split()) == meant.split()
-
-
 def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
-    out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
+    out = tmp_path / "out.jsonl"
     options = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
     printed = compare(*options, "--records", out, "--json").stdout
     (line,) = printed.splitlines()
@@ -335,10 +311,6 @@ def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
     assert json.loads(line) == record | dict.fromkeys(
         ("best_other", "nll_minus_best", "nll_minus_best_stderr", "nll_minus_best_margin")
     )
-    # in earlier versions, --json took the name of a file, and this still works
-    assert "tokens of tide.txt scored" in compare(*options, "--json", once).stdout
-    assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
-    assert len(compare(*options, "--json", "-").stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The output of kvtool inspect and /cells: in a terminal, as a page, and as a picture."""
+"""The output of kvtool inspect and /cells: in a terminal, and as a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,9 @@ from rich.console import Console
 from rich.text import Text
 
 from kvtool import policies
-from kvtool.cli import output
 from kvtool.cli.inspect import page as inspect_page
 from kvtool.cli.inspect import terminal as inspect_terminal
 from kvtool.measure import holdings
-from tests import forked
 from tests.cli.called import called, one_line
 from tests.cli.test_cli import kvtool
 from tests.engine.running import open_engine, text
@@ -310,61 +307,10 @@ def test_archived_tokens_with_most_attention_are_listed(attended, width):
     assert (of["layer"], of["head"], of["query"]) == (-1, -1, -1)
 
 
-def test_picture_colours_held_archived_and_forgotten_tokens():
-    pytest.importorskip("matplotlib")
-    from matplotlib.image import imread
-
-    from kvtool.cli.inspect import plot as inspect_plot
-
-    layer = np.repeat(np.arange(6, dtype=np.int32), 2)
-    until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the first half of the tokens, and layers 3 to 5 hold the last quarter
-    until[:6, :2500] = until[6:, 3750:] = 1
-    snapshots = holdings.Holdings(
-        *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
-        archived=np.array([[1250, 4375]]),
-    )
-    figure = inspect_plot.picture(RESULT, snapshots)
-    (legend,) = figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["held by the row", "archived: outside the cache, still used", "forgotten"]
-    colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
-    pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
-    kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
-    # The plot consists of the rows of pixels in which the two colours fill more than half of the width. In
-    # the legend below it, they fill less.
-    inside = kinds[0] | kinds[1]
-    top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
-    left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]
-    height, width = bottom + 1 - top, right + 1 - left
-    halves = slice(top, top + height // 2 - 3), slice(top + height // 2 + 3, bottom + 1)
-    edges = [left + int(width * eighth / 8) for eighth in range(9)]
-    seen = [
-        "".join(
-            "hi-"[int(np.argmax([kind[half, a + 4 : b - 4].mean() for kind in kinds]))]
-            for a, b in zip(edges, edges[1:], strict=False)
-        )
-        for half in halves
-    ]
-    assert seen == ["hhhhiii-", "--iiiihh"]
-
-
-def test_legend_without_an_archive_has_held_and_not_held():
-    pytest.importorskip("matplotlib")
-    from kvtool.cli.inspect import plot as inspect_plot
-
-    until = np.array([[1, 0, 1], [0, 1, 1]], np.uint8)
-    rows = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
-    snapshots = holdings.Holdings(*rows, np.array([3]), until, np.zeros((1, 2), np.int64))
-    (legend,) = inspect_plot.picture(RESULT, snapshots).legends
-    assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
-
-
-def test_inspect_writes_page_picture_and_json(tiny_model, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_inspect_writes_page_and_json(tiny_model, tmp_path):
     done = kvtool(
         *("inspect", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 32, "--evict-every", 8),
-        *("--max-tokens", 100, "--html", tmp_path / "o.html", "--plot", tmp_path / "o.png"),
+        *("--max-tokens", 100, "--html", tmp_path / "o.html"),
         *("--json", "-t", 1, "--snapshots", 5),
         stdin="word " * 40,
     )
@@ -384,8 +330,7 @@ def test_inspect_writes_page_picture_and_json(tiny_model, tmp_path):
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
     assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
     assert data_of((tmp_path / "o.html").read_text())["ends"] == [32, 40, 64, 80, 100]
-    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
-    assert [line.split()[0] for line in done.stderr.splitlines()] == ["wrote", "wrote"]
+    assert done.stderr.startswith(f"wrote {tmp_path / 'o.html'} (")
 
 
 def test_unwritable_page_file_does_not_lose_the_result(tiny_model, tmp_path):
@@ -396,13 +341,10 @@ def test_unwritable_page_file_does_not_lose_the_result(tiny_model, tmp_path):
     assert done.stderr == "kvtool: cannot write /dev/full: No space left on device\n"
 
 
-@pytest.mark.parametrize("flag", ["--html", "--plot"])
-def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path, flag):
-    if flag == "--plot":
-        pytest.importorskip("matplotlib")
+def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path):
     (tmp_path / "text").write_text("word " * 40)
     out = tmp_path / "out"
-    arguments = ("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", flag, out)
+    arguments = ("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", "--html", out)
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     for old in (None, b"old"):
         if old:
@@ -425,7 +367,7 @@ def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path, flag):
             2,
             "cannot write /nowhere/x.html: it must be a file in an existing folder",
         ),
-        (["x", "--plot", "/"], 2, "cannot write /"),
+        (["x", "--html", "/"], 2, "cannot write /"),
     ],
 )
 def test_bad_input_gets_one_line(arguments, code, words):
@@ -435,9 +377,3 @@ def test_bad_input_gets_one_line(arguments, code, words):
 def test_text_that_does_not_fit_the_full_cache_is_refused(tiny_model):
     done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
     one_line(done, 5, "does not fit in the cache (16)")
-
-
-def test_missing_matplotlib_is_reported_before_any_work(tmp_path):
-    code = "import sys; sys.modules['matplotlib'] = None; from kvtool.__main__ import main; main()"
-    done = forked.run([sys.executable, "-c", code, "inspect", "x", "--plot", tmp_path / "x.png"])
-    one_line(done, 2, "kvtool: --plot needs matplotlib, which is not installed: pip install")

@@ -91,15 +91,13 @@ def test_command_uses_the_top_level_and_its_own_table(file):
     assert (effective("models show"), effective("session show")) == ({"fit": "1G"}, {"as_json": True})
 
 
-def test_policies_command_uses_only_its_own_table(file, monkeypatch):
-    file('budget = "10%"\nevict-every = 8')
+def test_keys_that_policies_once_had_are_ignored(file, monkeypatch):
+    file('budget = "10%"\n[policies]\nbudget = 3\nevict_every = 8\noption = ["stride=4"]\njson = true')
     monkeypatch.setenv("KVTOOL_OPTION", "decay=1")
-    assert effective("chat")["budget"] == "10%"
-    assert effective("policies") == {}
-    assert kvtool("policies", "h2o").returncode == 0
+    assert effective("policies") == {"as_json": True}
+    (buzz,) = json.loads(kvtool("policies", "buzz").stdout)
+    assert buzz["params"]["stride"] == policies.params(policies.load("buzz"))["stride"]
     assert kvtool("config").returncode == 0
-    file('budget = "10%"\n[policies]\nbudget = 64')
-    assert effective("policies") == {"budget": "64"}
 
 
 def test_a_path_may_begin_with_a_tilde(file):
@@ -143,6 +141,20 @@ def test_variables_override_the_file_and_command_variables_override_both(file, m
     )
 
 
+def test_aliases_set_options_in_the_file_and_in_variables(file, monkeypatch):
+    file("max_new_tokens = 7\n[chat]\ntemperature = 0.5\nn-gpu-layers = 3")
+    assert effective("chat") == {"n": 7, "temp": 0.5, "gpu_layers": 3}
+    monkeypatch.setenv("KVTOOL_NUM_PREDICT", "8")
+    monkeypatch.setenv("KVTOOL_CHAT_N_PREDICT", "9")
+    assert (effective("generate")["n"], effective("chat")["n"]) == ("8", "9")
+    # the variable with the option's own name has priority
+    monkeypatch.setenv("KVTOOL_PREDICT", "10")
+    assert effective("generate")["n"] == "10"
+    file("temp = 0.25\ntemperature = 0.5")
+    with pytest.raises(UsageError, match="temp and temperature set the same option"):
+        effective("chat")
+
+
 def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypatch):
     assert effective("chat")["options"] == ("window=64",)
     assert "options" not in effective("chat", "--policy", "h2o")
@@ -155,19 +167,18 @@ def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypa
 def test_option_variables_differ_from_other_kvtool_variables():
     for words, command in settings.all_commands(ROOT):
         for param in settings.options_of(command):
-            names = {settings.variable(param), settings.variable(param, words)}
+            names = {*settings.variables(param), *settings.variables(param, words)}
             assert not names & set(settings.NOT_OPTIONS), param.opts
 
 
-def test_typed_options_override_settings_and_settings_take_effect(file, monkeypatch):
-    file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
-    # buzz needs a larger budget than 3
-    assert "with these parameters use a budget of at least 8" in kvtool("policies", "buzz").stderr
-    done = kvtool("policies", "buzz", "--budget", 512)
-    (buzz,) = json.loads(done.stdout)
-    assert buzz["params"]["stride"] == 4
-    monkeypatch.setenv("KVTOOL_POLICIES_BUDGET", "64")
-    assert json.loads(kvtool("policies", "buzz").stdout)[0]["params"]["window"] < 64
+def test_typed_options_override_settings_and_settings_take_effect(file, tiny_model, monkeypatch):
+    def fit(*arguments):
+        return json.loads(kvtool("models", "show", tiny_model(), *arguments).stdout)["fit_bytes"]
+
+    file('[models.show]\njson = true\nfit = "1G"')
+    assert (fit(), fit("--fit", "2G")) == (2**30, 2**31)
+    monkeypatch.setenv("KVTOOL_MODELS_SHOW_FIT", "3G")
+    assert (fit(), fit("--fit", "2G")) == (3 * 2**30, 2**31)
 
 
 def test_budget_from_a_setting_is_ignored_by_full(file, tmp_path):
@@ -326,9 +337,7 @@ def test_config_shows_each_setting_and_its_source(file, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("KVTOOL_N_PREDICT", " Did you mean KVTOOL_PREDICT?"),
-        ("KVTOOL_CHAT_N_PREDICT", " Did you mean KVTOOL_CHAT_PREDICT?"),
-        ("KVTOOL_NUM_PREDICT", " Did you mean KVTOOL_PREDICT?"),
+        ("KVTOOL_N_PREDIKT", " Did you mean KVTOOL_PREDICT?"),
         ("KVTOOL_PARALEL", " Did you mean KVTOOL_PARALLEL?"),
         ("KVTOOL_FOO", ""),
     ],

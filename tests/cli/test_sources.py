@@ -35,7 +35,7 @@ KINDS = {
 STREAMS = {
     "perplexity": (),
     "inspect": (),
-    "compare": ("--policies", "local", "--budgets", 16, "--json", "-"),
+    "compare": ("--policies", "local", "--budgets", 16, "--json"),
 }
 SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}
 """Fields of a result that depend only on the text."""
@@ -165,15 +165,6 @@ def test_file_pipe_and_named_pipe_give_the_same_results(default_talker, tmp_path
     writer.join()
 
 
-def test_a_task_reads_its_file_from_a_pipe(talker, tmp_path):
-    file = tmp_path / "stdin"
-    file.write_text("The tide came in. " * 40)
-    more = ("--set", "lengths=300", "--set", "depths=0.5", "--limit", 1, "--json", "-", "-t", 1, "-m", talker)
-    wanted = of_text(called("eval", "needle", file, *more))
-    assert of_text(called("eval", "needle", *more, stdin=file.read_text())) == wanted
-    assert of_text(called("eval", "needle", "-", *more, stdin=file.read_text())) == wanted
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/stdin"), reason="a name of Linux and macOS")
 def test_dev_stdin_and_dev_fd_are_read_like_stdin(talker, tmp_path):
     file = tmp_path / "text"
@@ -199,7 +190,7 @@ def test_dev_stdin_and_dev_fd_are_read_like_stdin(talker, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
-@pytest.mark.parametrize("words", [("perplexity",), ("compare",), ("inspect",), ("eval", "needle")])
+@pytest.mark.parametrize("words", [("perplexity",), ("compare",), ("inspect",)])
 def test_command_without_a_text_in_a_terminal_gets_one_line(words):
     import pty
 
@@ -215,19 +206,3 @@ def test_closed_stdin_is_not_read_as_a_pipe(monkeypatch):
     monkeypatch.setattr(texts.sys, "stdin", None)
     with pytest.raises(UsageError, match="name a text file"):
         source(None)
-
-
-@pytest.mark.parametrize(
-    ("task", "stdin", "words"),
-    [
-        ("needle", "", "needle needs a file; name it after the task, or give it in a pipe (stdin is empty)"),
-        ("choice", '{"a": 1', "stdin, line 1 is not JSON"),
-    ],
-)
-def test_error_about_text_on_stdin_names_stdin(talker, task, stdin, words):
-    done = called("eval", task, "-m", talker, "-t", 1, stdin=stdin)
-    assert (done.returncode, done.stdout) == (5, "")
-    assert done.stderr.splitlines()[-1].startswith(f"kvtool: {words}")
-    if not stdin:
-        named = called("eval", task, "-", "-m", talker, "-t", 1)
-        assert "stdin is empty; it must have what the task reads" in named.stderr

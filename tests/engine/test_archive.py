@@ -342,7 +342,7 @@ def test_archive_type_depends_on_model_and_device(monkeypatch, asked, sizes, gpu
 
 def test_compare_applies_archive_options_to_policies_with_an_archive(chat_model, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
-    options = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
+    options = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json"]
     args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
     done = called("compare", tmp_path / "text", *options, *args)
     recall, h2o = map(json.loads, done.stdout.splitlines())
@@ -360,7 +360,7 @@ def test_compare_applies_archive_options_to_policies_with_an_archive(chat_model,
 
 def test_eval_runs_again_with_another_archive_limit(chat_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    options = ["-m", chat_model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
+    options = ["-m", chat_model, "-t", 1, "--budget", 48, "--records", out, "--resume", "--limit", 1]
     options += ["--set", "lengths=450", "--set", "repeats=1", "--raw"]
     for arguments, n in (
         (["--policy", "recall"], 1),
@@ -447,7 +447,7 @@ def test_commands_report_the_archive_file(chat_model, tmp_path):
     for command in ("perplexity", "inspect"):
         done = called(command, "-", *options, *RECALL[:-2], "--json", **words)
         assert json.loads(done.stdout)["archive_file"] == str(path)
-    runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json", "-", "--jobs", 2]
+    runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json", "--jobs", 2]
     done = called("compare", "-", *options, *runs, **words)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["archive_file"] for run in results] == [str(path), None] * 2

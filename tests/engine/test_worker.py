@@ -362,7 +362,7 @@ def test_compare_over_two_workers_gives_the_local_results(workers, model, tmp_pa
     results = []
     for more in ([], [*rpc_of(workers), "-vv"]):
         command = ["compare", tmp_path / "tide.txt", "-m", model, "-t", 1, "-fa", "off", *options, *more]
-        done = kvtool(*command, "--json", "-")
+        done = kvtool(*command, "--json")
         assert done.returncode == 0, done.stderr
         assert (f"RPC0[{workers[1].endpoint}] KV buffer" in done.stderr) == bool(more)
         results.append([json.loads(line) for line in done.stdout.splitlines()])

@@ -585,7 +585,7 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
     command = ("eval", "ruler", "-m", path, *SMALL, *HOTPOT, "--set", f"question={when}")
     how = ("--policy", "h2o", "--budget", "25%")
-    done = called(*command, *how, "--json", out)
+    done = called(*command, *how, "--records", out)
     assert done.returncode == 0, done.stderr
     results = records.read(out)
     names = ["niah_multikey_3", "fwe", "qa_2"]
@@ -605,7 +605,7 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     assert table[2].split() == ["part", "1500", "95", "%", "interval", "items"]
     assert table[3].split() == ["fwe", "0.000", "0.000", "to", "0.658", "2"]
     assert "average of 3 tasks, 1500 tokens: 0" in done.stdout
-    done = called(*command, *how, "--json", "-")
+    done = called(*command, *how, "--json")
     by = json.loads(done.stdout.splitlines()[-1])["by"]
     assert [(each["part"], each["length"]) for each in by] == [(name, 1500) for name in sorted(names)]
     assert by[0]["string_match"] == {"mean": 0, "low": 0, "high": pytest.approx(0.658, abs=1e-3), "n": 2}

@@ -1,1 +1,1 @@
-"""kvtool bench: the command, the table and the picture."""
+"""kvtool bench: the command and the table."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -17,7 +16,7 @@ from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.options import Options, option, redeclared
+from kvtool.options import Options, Range, option, redeclared
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
@@ -51,18 +50,13 @@ class _BenchOptions(Options):
         "512,8k,32k",
         "Lengths of the stream before a measurement, in tokens, separated by commas; 8k is 8,192.",
     )
-    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", minimum=1)
+    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", valid=Range(1))
     seconds: float = option(
         "--seconds S",
         6.0,
         "Time after which no further round of a row starts, in seconds.",
-        is_valid=lambda s: 0 < s < 1e6,
-        range_text="above 0",
+        valid=Range(0.001, 1_000_000),
     )
-    compare: Path | None = option(
-        "--compare FILE", None, "Show ratios to an earlier run, whose --json output is in this file."
-    )
-    plot: Path | None = option("--plot PNG", None, "Draw speed against depth into this picture.")
 
     def n_tokens(self) -> list[int]:
         """Parse --depths into numbers of tokens, without duplicates. Raises UsageError."""
@@ -90,14 +84,12 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     stops and prints the rows measured so far.
     """
     depths = args.n_tokens()
-    output.check_picture(args.plot)
 
     from kvtool.config import archive
     from kvtool.config.model import loaded_model
     from kvtool.config.opening import settings_of
     from kvtool.measure import bench as measure
 
-    old = measure.earlier(args.compare.expanduser()) if args.compare else None
     run, info, _ = locate_model(run)
     path = info.path
 
@@ -118,11 +110,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
             for n_done, row in enumerate(benchmark.measure()):
                 step(n_done, f"depth {row.depth:,}: {row.config.name}")
         records = [about | row.record() for row in rows if row.write or row.why]
-        if old is not None:
-            records = [record | {"over_old": measure.over(record, old)} for record in records]
-            if other := next((record for record in old if record.get("model") != path.stem), None):
-                say(f"{args.compare} has results of another model, {other.get('model')}")
-        _print(records, about, as_json=as_json, has_device=has_device, plot=args.plot)
+        _print(records, about, as_json=as_json, has_device=has_device)
         if benchmark.stop:
             raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
 
@@ -138,24 +126,11 @@ def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
     return budgets
 
 
-def _print(
-    records: list[dict[str, Any]],
-    about: dict[str, Any],
-    *,
-    as_json: bool,
-    has_device: bool,
-    plot: Path | None,
-) -> None:
-    def picture() -> bytes:
-        from kvtool.cli.bench.plot import picture
+def _print(records: list[dict[str, Any]], about: dict[str, Any], *, as_json: bool, has_device: bool) -> None:
+    if as_json:
+        for record in records:
+            typer.echo(json_text(record))
+    else:
+        from kvtool.cli.bench.table import show
 
-        return output.png(picture(records, about["model"]))
-
-    with output.written((plot, picture)):
-        if as_json:
-            for record in records:
-                typer.echo(json_text(record))
-        else:
-            from kvtool.cli.bench.table import show
-
-            show(table_console(), records, about, has_device=has_device)
+        show(table_console(), records, about, has_device=has_device)

@@ -27,16 +27,14 @@ STILL = "device: not known, as the devices' counters stand still"
 CACHE = "cache: bytes allocated"
 PROCESS = "process: all memory of the process, model included"
 NUMBA = ", and numba with about 100 MiB, as not all kernels are linked"
-OLD = "; /old: the median over that of the earlier run"
 
 
 def show(console: Console, records: Sequence[Record], about: Record, *, has_device: bool) -> None:
     """Print a line about the machine, and then one line per record. about: the model and the machine."""
-    wide, compares = console.width >= WIDE, any("over_old" in record for record in records)
+    wide = console.width >= WIDE
     speeds = ("read, tokens/s", "write, tokens/s", "first, ms") if wide else ("read", "write", "first")
-    names = [name for speed in speeds for name in (speed, *["/old"] * compares)]
-    names += ["device" if has_device else "cache", "host", *["process"] * wide]
-    measured = {id(record): _cells(record, wide, compares) for record in records if _is_measured(record)}
+    names = [*speeds, "device" if has_device else "cache", "host", *["process"] * wide]
+    measured = {id(record): _cells(record, wide) for record in records if _is_measured(record)}
     widths = [max(map(len, column)) for column in zip(names, *measured.values(), strict=True)]
     first = max((len(record["what"]) for record in records), default=0)
 
@@ -63,7 +61,7 @@ def show(console: Console, records: Sequence[Record], about: Record, *, has_devi
         "device": device,
         "process": f"; {PROCESS}{NUMBA * ('numba' in sys.modules)}" if wide else "",
     }
-    console.print(Text(f"\n{LEGEND.format(**parts)}{OLD * compares}", "dim"))
+    console.print(Text(f"\n{LEGEND.format(**parts)}", "dim"))
 
 
 def _is_measured(record: Record) -> bool:
@@ -75,17 +73,14 @@ def _range(numbers: Sequence[int]) -> str:
     return f"{least}-{most}" if least < most else f"{most}"
 
 
-def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
-    """Return the table cells of a record, without the name in the first column."""
+def _cells(record: Record, wide: bool) -> list[str]:
+    """All cells but the name in the first column."""
     cells: list[str] = []
     for name, scale in (("read_tokens_per_s", 1), ("write_tokens_per_s", 1), ("first_s", 1000)):
         value = record[name]
         shown = [_number(value[end] * scale) for end in ("median", "min", "max")]
         has_range = wide and scale == 1 and record["rounds"] > 1
         cells.append(f"{shown[0]} ({shown[1]}-{shown[2]})" if has_range else shown[0])
-        if compares:
-            ratio = record["over_old"][name]
-            cells.append("-" if ratio is None else f"{ratio:.2f}")
     names = "device_bytes", "host_bytes", *["process_bytes"] * wide
     return [*cells, *("-" if record[name] is None else format_bytes(record[name]) for name in names)]
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtool.cli import near
 from kvtool.cli.chat import show
 from kvtool.cli.chat.files import rereading, turns
 from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.config.generation import EFFORTS, GenerationOptions
-from kvtool.errors import KvtoolError, SessionError, UsageError
+from kvtool.errors import KvtoolError, SessionError, UsageError, suggestion
 from kvtool.options import declared
 from kvtool.system import interrupt
 from kvtool.system.texts import shown, with_lf
@@ -125,21 +123,21 @@ class Commands:
                 self.terminal.say(line)
                 return
         else:
-            meant = self._meant(name.lower())
-            instead = f"did you mean '{meant}'?" if meant else "/help lists them"
-            self.terminal.error(f"there is no command '{name}'; {instead}")
+            self.terminal.error(f"there is no command '{name}'{self._meant(name.lower())}")
         self.terminal.typed = line
 
-    def _meant(self, name: str) -> str | None:
-        """Return the command that the user may have meant by the unknown command `name`, or None.
+    @staticmethod
+    def _meant(name: str) -> str:
+        """Return the end of the message about an unknown command: what the user may have meant.
 
-        If the name without its slash is an argument of a command, return the command with this argument, such
-        as "/set temp" for "/temp". Otherwise return the command with the most similar name.
+        If the name without its slash is an argument of a command, this is the command with this argument,
+        such as "/set temp" for "/temp". Otherwise it is the commands with similar names.
         """
         for command, its in OF_NAME.items():
             if its.words is not None and name[1:] in its.words():
-                return f"{command} {name[1:]}"
-        return next(iter(get_close_matches(name, OF_NAME, 1, 0.7)), None)
+                return f". Did you mean {command} {name[1:]}?"
+        hint = suggestion(name, OF_NAME)
+        return f".{hint}" if hint else "; /help lists them"
 
     def _help(self, topic: str) -> None:
         """Show help on all commands, on one command, or on typing and files ("more").
@@ -247,9 +245,8 @@ class Commands:
         """Raise UsageError if `name` is an option of kvtool chat that cannot change while the chat runs."""
         if name == "system":
             raise UsageError("/system TEXT starts over with another system prompt")
-        ours = near.ours(name)
         for option in declared(type(self.files.run)).values():
-            if ours in option.flags:
+            if option.is_called(name):
                 path = self.files.path if self.conversation.n_turn else None
                 again = rereading(path) if path else None
                 call = " ".join(filter(None, ("kvtool chat", again, option.name, value and quote(value))))

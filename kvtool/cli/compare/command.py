@@ -19,7 +19,7 @@ from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import File, check_positions, first_tokens, source
 from kvtool.config.run import RunOptions, ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.options import CACHE, Options, option
+from kvtool.options import CACHE, Options, Range, option
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
 from kvtool.system.files import can_write
@@ -49,7 +49,7 @@ class _Grid(Options):
         None,
         "Policies, separated by commas. Parameters follow colons: h2o:decay=0.999:window=64.",
         default_text="all",
-        completes="policy_list",
+        completes="policies",
     )
     budgets: str = _listed(
         "--budgets, --budget BUDGETS",
@@ -60,12 +60,11 @@ class _Grid(Options):
         "--types TYPES",
         "f16",
         "Cache types, separated by commas: `full` runs with each, other policies with the first.",
-        completes="cache_type_list",
         read=lambda raw, flag: raw.lower(),
     )
     combine: bool = option("--combine", False, "Run every policy with every cache type.", group=CACHE)
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", minimum=2
+        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", valid=Range(2)
     )
 
     def __post_init__(self) -> None:
@@ -98,7 +97,9 @@ class _CompareOptions(Options):
     )
     resume: bool = option("--resume", False, "Continue the file of --records: do only the missing runs.")
     plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this picture.")
-    jobs: int = option("--jobs N", 1, "Number of runs at the same time, each in its own process.", minimum=1)
+    jobs: int = option(
+        "--jobs N", 1, "Number of runs at the same time, each in its own process.", valid=Range(1)
+    )
     shard: str | None = option(
         "--shard I/N", None, "Do every N-th run, beginning with the I-th, to share the work among machines."
     )

@@ -18,7 +18,7 @@ from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
-from kvtool.options import Options, option, redeclared
+from kvtool.options import Options, Range, option, redeclared
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
@@ -48,30 +48,25 @@ class _InspectRun(ScoreOptions):
 @dataclass(frozen=True)
 class _InspectOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", minimum=2, default_text="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", valid=Range(2), default_text="all"
     )
     snapshots: int = option(
-        "--snapshots N", 32, "Maximum points in time that --html can show.", minimum=1, maximum=255
+        "--snapshots N", 32, "Maximum points in time that --html can show (1 to 255).", valid=Range(1, 255)
     )
     last: int | None = option(
         "--last N",
         None,
         "Number of last tokens to show.",
-        minimum=1,
+        valid=Range(1),
         default_text=f"{LAST}; {_LAST_HTML} in --html",
     )
     html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")
-    plot: Path | None = option(
-        "--plot, --png PNG", None, "Draw which tokens the rows hold into this picture; needs matplotlib."
-    )
 
 
 @options
 def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_json: Json = False) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
-    output.check_apart(("--html", args.html), ("--plot", args.plot))
     output.check_writable(args.html)
-    output.check_picture(args.plot)
 
     from kvtool import policies
     from kvtool.cli.inspect.page import page
@@ -113,13 +108,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
             "seconds": seconds,
         }
 
-    def picture() -> bytes:
-        from kvtool.cli.inspect.plot import picture
-
-        return output.png(picture(result, held))
-
-    html = args.html, lambda: page(result, held, texts, args.last or _LAST_HTML)
-    with output.written(html, (args.plot, picture)):
+    try:
         if as_json:
             of_tokens = {"text": texts, "share": share.round(4).tolist(), "attended": attended_record(held)}
             typer.echo(json_text(result | of_tokens))
@@ -127,3 +116,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
             show(plain_console(), texts, share, archived, args.last or LAST)
             typer.echo(f"policy {policy}, {line(result)}")
             show_attended(table_console(), held, texts)
+    finally:
+        # a closed pipe does not lose the page, and a full disk does not lose the printed result
+        if args.html:
+            output.write(args.html, page(result, held, texts, args.last or _LAST_HTML))

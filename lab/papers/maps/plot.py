@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from kvtool.cli.inspect.plot import equal_parts, legend
 from lab.papers.maps.measure import Attention, Place, Share, SimilarQueries, Values
 
 MAX_PIXELS = 800
@@ -51,7 +50,9 @@ def attention(measured: Attention, title: str) -> Figure:
         "other key, darker with more attention": Patch(facecolor="0.7"),
         "a query and the earlier query most similar to it": Patch(fill=False, edgecolor=_RED),
     }
-    legend(figure, marks)
+    n_column = len(marks) if figure.get_figwidth() >= 12 else 1
+    handles, labels = list(marks.values()), list(marks)
+    figure.legend(handles, labels, loc="outside lower center", ncols=n_column, frameon=False)
     return figure
 
 
@@ -138,7 +139,9 @@ def _name(place: Place) -> str:
 
 def _coarse(array: np.ndarray) -> np.ndarray:
     """f64[m, m], the means of equal parts of an array [n, n]; m is at most MAX_PIXELS."""
-    first, size = equal_parts(len(array), MAX_PIXELS)
+    n = len(array)
+    first = np.unique(np.arange(min(n, MAX_PIXELS)) * n // min(n, MAX_PIXELS))
+    size = np.diff(first, append=n)
     sums = np.add.reduceat(np.add.reduceat(array, first, axis=0, dtype=np.float64), first, axis=1)
     coarse: np.ndarray = sums / np.outer(size, size)
     return coarse

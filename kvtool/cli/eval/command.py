@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
@@ -18,27 +16,25 @@ from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
 from kvtool.cli.declared import JsonLines, options
+from kvtool.cli.eval.table import counted, show, shown
 from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.sampling import Sampling
-from kvtool.options import Options, declared, option, redeclared, repeated
+from kvtool.options import Options, Range, declared, option, redeclared, repeated
 from kvtool.system import interrupt
-from kvtool.system.files import spare_folder
-from kvtool.system.texts import exists, is_stdin, json_text
+from kvtool.system.texts import exists, json_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvtool.llama.loaded.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
     from kvtool.policies import PolicySpec
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
-    from kvtool.tasks.results import Groups, Mean, TaskResults
+    from kvtool.tasks.results import TaskResults
     from kvtool.tasks.task import Task
 
     PolicyFor = Callable[[int, int], Policy]
@@ -72,7 +68,6 @@ class _EvalSampling(Options):
         help="Temperature of answers; 0 picks the most likely tokens. Above 0 the other samplers are as "
         f"in kvtool generate: --top-k {GenerationOptions.top_k}, --top-p {GenerationOptions.top_p}, "
         f"--min-p {GenerationOptions.min_p}.",
-        minimum=0,
     )
     seed: int = redeclared(
         GenerationOptions,
@@ -80,7 +75,7 @@ class _EvalSampling(Options):
         0,
         help="Random seed of each answer; needs --temp.",
         default_text=True,
-        minimum=0,
+        valid=Range(0),
         read=None,
     )
 
@@ -99,7 +94,7 @@ class _EvalOptions(Options):
         read=repeated,
     )
     limit: int | None = option(
-        "--limit N", None, "Ask only the first N items.", default_text="all", minimum=1
+        "--limit N", None, "Ask only the first N items.", default_text="all", valid=Range(1)
     )
     chat: bool | None = option(
         "--chat/--raw", None, "Ask in the chat template or as plain text.", default_text="the task's own"
@@ -108,14 +103,13 @@ class _EvalOptions(Options):
         "--max-prompt N",
         None,
         "Cut the middle out of prompts longer than N tokens, unless a fact is hidden in them.",
-        minimum=16,
+        valid=Range(16),
         default_text="the trained context",
     )
     records: str | None = option(
         "--records FILE", None, "Append the record of each answered item to this file, one JSON line each."
     )
     resume: bool = option("--resume", False, "Continue the file of --records: ask only the missing items.")
-    plot: Path | None = option("--plot PNG", None, "Draw the summary as a heat map into this picture.")
 
 
 @options
@@ -134,7 +128,7 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="[FILE]...",
-            help="Files that the task reads, or - for stdin.",
+            help="Files that the task reads.",
             show_default=False,
         ),
     ] = None,
@@ -156,12 +150,9 @@ def evaluate(
         return
     chosen = tasks.make(task, args.settings)
     output.check_packages(task, chosen.packages, "eval")
-    files, empty = _files(task, chosen, files or [])
+    files = files or []
+    _check_files(task, chosen, files)
     records_path = output.records_path(args.records, args.resume)
-    if args.plot and len(chosen.by) != 2:
-        raise UsageError(f"{task} has no heat map; leave out --plot")
-    output.check_apart(("--records", records_path), ("--plot", args.plot))
-    output.check_picture(args.plot)
     # check the temperature and the seed before the model is downloaded
     _check_drawing(sampler, chosen, task)
 
@@ -187,8 +178,7 @@ def evaluate(
         reader = stack.enter_context(
             closing(_reader(spec, run, n_ctx, model, as_chat, args.max_prompt, sampler))
         )
-        with _on_disk(files, empty) as paths:
-            items = chosen.items(paths, model)[: args.limit]
+        items = chosen.items(files, model)[: args.limit]
         about = {
             "task": task,
             "task_params": asdict(chosen),
@@ -202,7 +192,7 @@ def evaluate(
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
         _measure(chosen, results, reader, len(items), as_json=as_json)
-    _finish(chosen, results, args.plot, as_json=as_json)
+    _finish(chosen, results, as_json=as_json)
 
 
 def _check_none_typed(*given: Options) -> None:
@@ -215,42 +205,13 @@ def _check_none_typed(*given: Options) -> None:
                 raise UsageError(f"{flag} needs a task; `kvtool eval` lists them")
 
 
-def _files(task: str, chosen: Task, files: list[Path]) -> tuple[list[Path], str]:
-    """Return the files that the task reads, and an error message for the case that stdin is empty.
-
-    A task that needs a file reads stdin if no file is named. Raises UsageError if stdin is then a terminal,
-    and InputError if a file does not exist.
-    """
+def _check_files(task: str, chosen: Task, files: list[Path]) -> None:
+    """Raise UsageError if the task needs a file and none is named. Raise InputError if one does not exist."""
     if chosen.needs_files and not files:
-        needs = f"{task} needs a file; name it after the task, or give it in a pipe"
-        if sys.stdin is None or sys.stdin.isatty():
-            raise UsageError(needs)
-        return [Path("-")], f"{needs} (stdin is empty)"
+        raise UsageError(f"{task} needs a file; name it after the task")
     for file in files:
-        if not (is_stdin(str(file)) or exists(str(file))):
+        if not exists(str(file)):
             raise InputError(f"there is no file {file}")
-    return files, "stdin is empty; it must have what the task reads"
-
-
-@contextmanager
-def _on_disk(files: list[Path], empty: str) -> Iterator[list[Path]]:
-    """Yield the files. The file "-" is replaced by a copy of stdin. Raises InputError.
-
-    empty: the error message if stdin is empty.
-    """
-    if not any(is_stdin(str(file)) for file in files):
-        yield files
-        return
-    with TemporaryDirectory(dir=spare_folder()) as folder:
-        copy = Path(folder) / "stdin"
-        with copy.open("wb") as out:
-            shutil.copyfileobj(sys.stdin.buffer, out)
-        if not copy.stat().st_size:
-            raise InputError(empty)
-        try:
-            yield [copy if is_stdin(str(file)) else file for file in files]
-        except InputError as error:
-            raise InputError(str(error).replace(str(copy), "stdin")) from None
 
 
 def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
@@ -405,16 +366,10 @@ def _list(*, as_json: bool) -> None:
         return
     rows = []
     for task in listed:
-        params = (f"{key}={_shown(value)}" for key, value in task["params"].items())
+        params = (f"{key}={shown(value)}" for key, value in task["params"].items())
         rows.append((task["name"], task["what"], "\n".join(params)))
     columns = Column("task", style="bold"), "what it asks", "parameters (--set NAME=VALUE)"
     table_console().print(table(columns, rows))
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
 
 
 def _in_short(found: Sequence[Record]) -> str:
@@ -424,12 +379,12 @@ def _in_short(found: Sequence[Record]) -> str:
     return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
 
 
-def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: bool) -> None:
+def _finish(task: Task, results: TaskResults, *, as_json: bool) -> None:
     from kvtool.tasks import results as of_items
 
     means = of_items.means(results.records)
     if errors := [record["error"] for record in results.records if "error" in record]:
-        line = f"{len(errors)} of {_items(len(results))} failed: {errors[0]}"
+        line = f"{len(errors)} of {counted(len(results))} failed: {errors[0]}"
         if len(errors) == len(results):
             raise InputError(line)
         # some items may not fit in the cache under this policy: report the errors, and score all other items
@@ -452,106 +407,4 @@ def _finish(task: Task, results: TaskResults, plot: Path | None, *, as_json: boo
             ]
         typer.echo(json_text({**results.about, **record}))
     else:
-        _print(task, results, means, groups, compared)
-    if plot:
-        _plot(task, results, groups, next(iter(means), ""), plot)
-
-
-def _items(n: int) -> str:
-    return f"{n} item{'s' * (n != 1)}"
-
-
-def _policy(about: Record) -> str:
-    budget = f", budget {about['budget']}" if about["budget"] else ""
-    return " ".join([about["policy"], *about["options"]]) + budget
-
-
-def _print(
-    task: Task,
-    results: TaskResults,
-    means: dict[str, Mean],
-    groups: Groups,
-    compared: tuple[Record, dict[str, Mean]] | None,
-) -> None:
-    from kvtool.tasks.results import POLICY
-
-    console, about = table_console(), results.about
-    drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
-    console.print(f"{about['task']}, {_items(len(results))}, {about['model']}, {_policy(about)}{drawn}\n")
-    _print_means(console, means)
-    if compared:
-        baseline, differences = compared
-        others = {name: value for name, value in baseline.items() if name not in POLICY}
-        differing = "".join(f", {name} {_shown(value)}" for name, value in others.items())
-        console.print(f"\nminus {_policy(baseline)}{differing} (first in the file), over the same items:\n")
-        _print_means(console, differences)
-    if more := task.summary(results.records):
-        console.print()
-        for name, value in more.items():
-            console.print(f"{name}: {value:.4g}")
-    if not task.by or not means:
-        return
-    console.print()
-    if len(task.by) == 1:
-        columns, n_left, digits = list(means), 1, 3
-        lines = [(value, [group.get(name) for name in means]) for (value,), group in groups.items()]
-    else:
-        first, digits = next(iter(means)), 2
-        down, columns, grid = _grid(groups, first)
-        n_left = int(isinstance(down[0], str))
-        lines = list(zip(down, grid, strict=True))
-        console.print(f"{first} by {task.by[0]} and {task.by[1]}\n")
-    head = (task.by[0], *map(str, columns))
-    if len(columns) == 1:
-        # also show intervals and numbers of items, because a table with a single score has room for them
-        head = (*head, *_MEAN_COLUMNS[1:])
-        cells = [[str(name), *(_mean_cells(each) if each else ())] for name, (each,) in lines]
-    else:
-        cells = [
-            [str(name), *(f"{each.mean:.{digits}f}" if each else "" for each in of)] for name, of in lines
-        ]
-    console.print(table(head, cells, n_left))
-
-
-def _print_means(console: Console, means: dict[str, Mean]) -> None:
-    rows = [(name, *_mean_cells(score)) for name, score in means.items()]
-    console.print(table(("score", *_MEAN_COLUMNS), rows, 1))
-
-
-_MEAN_COLUMNS = ("mean", "95 % interval", "items")
-
-
-def _mean_cells(score: Mean) -> tuple[str, str, str]:
-    """Return the table cells of a mean, in the order of `_MEAN_COLUMNS`."""
-    between = "-" if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
-    return f"{score.mean:.3f}", between, f"{score.n}"
-
-
-def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:
-    """Return a score's means as a table, for a task that groups its items by two fields (`task.by`).
-
-    The result is (row titles, column titles, rows). Row titles are the values of the first field, and column
-    titles are the values of the second field. A mean is None if no item has both values.
-    """
-    down, across = (sorted({values[i] for values in groups}) for i in range(2))
-    return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]
-
-
-def _plot(task: Task, results: TaskResults, groups: Groups, score: str, path: Path) -> None:
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    down, across, means = _grid(groups, score)
-    grid = np.array([[each.mean if each else np.nan for each in of_row] for of_row in means])
-    figure = Figure(figsize=(2.5 + 0.7 * len(across), 1.5 + 0.5 * len(down)), layout="constrained")
-    axes = figure.add_subplot(xlabel=task.by[1], ylabel=task.by[0])
-    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    axes.set_xticks(range(len(across)), across)
-    axes.set_yticks(range(len(down)), down)
-    for row, column in np.argwhere(np.isfinite(grid)):
-        axes.text(column, row, f"{grid[row, column]:.2f}", ha="center", va="center")
-    about = results.about
-    title = f"{about['task']}: {about['policy']}, budget {about['budget'] or 'all'}"
-    axes.set_title(title, fontsize="medium")
-    figure.colorbar(image, label=score)
-    output.write(path, output.png(figure))
+        show(task, results, means, groups, compared)
