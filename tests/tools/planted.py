@@ -304,10 +304,10 @@ PLANTED = {
         ("serve/test_serve_gate.py",),
     ),
     "serve, ids of calls": Fault(
-        "results without an id all belong to the first call",
+        "results of calls with the same id all belong to the first",
         "kvtool/serve/api/messages.py",
-        "                number = numbers.popleft()",
-        "                return numbers[0]",
+        "numbers[i] = waiting[id].popleft()",
+        "numbers[i] = waiting[id][0]",
         ("serve/test_serve_tools.py",),
     ),
     "doctor, leftovers": Fault(
