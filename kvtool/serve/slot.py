@@ -227,7 +227,6 @@ class Slot:
         return self._resumer
 
     def _text(self, job: Job, request: TextRequest) -> None:
-        """Continue a text."""
         rules, self._remarks = request.output_format.rules() if request.output_format else (None, [])
         self._start(job, request, rules=rules)
         started = time.perf_counter()
@@ -372,7 +371,6 @@ class Slot:
         return self.overflow == "error" or not self.engine.policy.evicts
 
     def _end(self, job: Job, request: Request, reply: Reply, prompt: PromptRead, written: Written) -> None:
-        """Emit the last event."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
         kvtool = _cache_numbers(self.writer, request.n_share)

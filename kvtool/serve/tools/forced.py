@@ -158,7 +158,6 @@ class CallRules:
         self._calls.setdefault(format, []).append(name)
 
     def _add(self, name: str, expression: str) -> str:
-        """Add a rule, and return its name."""
         self._rules.append(f"{name}: {expression}")
         return name.partition("[")[0]
 
