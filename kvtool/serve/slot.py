@@ -381,7 +381,7 @@ class Slot:
 def _banned(model: Model, request: Request) -> set[int]:
     """Return the tokens that the answer must not have.
 
-    Raises ApiError if the vocabulary does not have a token of `stop_token_ids`.
+    Raises ApiError if the vocabulary does not have a token of `stop_tokens`.
     """
     if max(request.stop_tokens, default=0) >= model.n_vocab:
         raise ApiError.at("stop_token_ids", f"must have tokens in 0..{model.n_vocab - 1}")
