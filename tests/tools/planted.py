@@ -262,17 +262,10 @@ PLANTED = {
         ("serve/test_serve_fields.py",),
     ),
     "serve, names of fields": Fault(
-        "an error names a message as kvtool counts them, not as the client does",
-        "kvtool/serve/api/errors.py",
-        'f"messages[{i + self.shift}]"',
-        'f"messages[{i}]"',
-        ("serve/test_serve_fields.py",),
-    ),
-    "serve, allowed tokens": Fault(
-        "tokens that are not allowed are written",
-        "kvtool/serve/slot.py",
-        "banned = set(range(model.n_vocab)) - {*request.allowed}",
-        "banned = set(range(1)) - {*request.allowed}",
+        "an error names a tool as kvtool counts them, not as the client does",
+        "kvtool/serve/api/anthropic.py",
+        'where = f"tools[{i}]"',
+        'where = f"tools[{len(tools)}]"',
         ("serve/test_serve_fields.py",),
     ),
     "serve, decoded bodies": Fault(
@@ -297,10 +290,10 @@ PLANTED = {
         ("serve/test_serve_gate.py",),
     ),
     "serve, ids of calls": Fault(
-        "results without an id all belong to the first call",
+        "results of calls with the same id all belong to the first",
         "kvtool/serve/api/messages.py",
-        "                number = numbers.popleft()",
-        "                return numbers[0]",
+        "numbers[i] = waiting[id].popleft()",
+        "numbers[i] = waiting[id][0]",
         ("serve/test_serve_tools.py",),
     ),
     "serve, leftovers": Fault(
