@@ -51,7 +51,7 @@ def give_back() -> None:
 
 
 def free_bytes() -> int:
-    """Return the memory in bytes that this process can still use; half of all memory if it is not reported."""
+    """Return the bytes of memory that this process can still use; half of all memory if not reported."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

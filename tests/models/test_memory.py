@@ -13,7 +13,7 @@ VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
-    """Return a function that writes the control groups of this process: {path: (limit, used, reclaimable)}."""
+    """Return a function that writes control groups: {path: (limit, used, reclaimable)}."""
 
     def written(line, root, names, limits):
         (tmp_path / "cgroup").write_text(f"1:name=systemd:/x\n{line}\n")
