@@ -115,7 +115,7 @@ def serve(
     run = of_model(typed_run, model_name)
 
     # import this first: if llama.cpp and a package are both missing, report llama.cpp
-    import kvtool.llama.bindings  # noqa: F401
+    import kvtool.llama.libllama.bindings  # noqa: F401
 
     try:
         from kvtool.serve.http.server import serve as answer
@@ -124,7 +124,7 @@ def serve(
 
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
-    from kvtool.llama import endpoints
+    from kvtool.llama.libllama import endpoints
 
     address = endpoints.address(serving.host)
     is_local = endpoints.is_loopback(address)

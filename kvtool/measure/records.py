@@ -16,7 +16,7 @@ from kvtool.system.files import locked, replacing
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
 
 Record = Mapping[str, Any]
 """Result as a JSON object."""
@@ -38,7 +38,7 @@ def versions() -> dict[str, str | None]:
     Raises LibraryError if llama.cpp is missing.
     """
     from kvtool import __version__
-    from kvtool.llama.devices import library_info
+    from kvtool.llama.libllama.devices import library_info
 
     library = library_info()
     return {"kvtool": __version__, "llama_cpp_python": library["version"], "patch": library["digest"]}

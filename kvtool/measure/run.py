@@ -120,18 +120,13 @@ def budget_bytes(engine: Engine, peak_kv: float = 0.0) -> int:
     the largest mean number of cells during the run. llama.cpp's padding is not counted.
     """
     n = peak_kv if engine.policy.ragged else engine.policy.budget
-    return round(sum(_cell_bytes(engine)) * n)
+    return round(sum(engine.cache.cell_bytes) * n)
 
 
 def fixed_bytes(engine: Engine) -> int:
     """Size of the cache outside the rows in bytes: sliding windows and recurrent states."""
     context = engine.context
-    return context.cache_bytes - int(sum(_cell_bytes(engine) * context.layer_cells))
-
-
-def _cell_bytes(engine: Engine) -> list[int]:
-    context = engine.context
-    return [context.cell_bytes(layer) for layer in range(len(context.layer_cells))]
+    return context.cache_bytes - int(sum(engine.cache.cell_bytes * context.layer_cells))
 
 
 def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
@@ -195,7 +190,7 @@ def main() -> None:
             os._exit(1)
 
     try:
-        from kvtool.llama.crash import guard
+        from kvtool.llama.libllama.crash import guard
 
         guard()
         send(record=measure(job, lambda n, nll: send(n=n, nll=nll)))

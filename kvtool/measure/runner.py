@@ -134,7 +134,7 @@ class Runner:
         what = identity(self.common, run)
         if end:
             return what | dict(end.get("record", end))
-        # the last line may be from `llama.crash.guard`, which ends a process that llama.cpp would abort
+        # the last line may be from `crash.guard`, which ends a process that llama.cpp would abort
         last_line = log.rpartition("\n")[2]
         if last_line.startswith("kvtool: "):
             return what | {"error": last_line.removeprefix("kvtool: "), "exit_code": status}

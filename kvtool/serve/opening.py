@@ -19,7 +19,7 @@ from kvtool.config.opening import open_run
 from kvtool.config.run import RunOptions
 from kvtool.engine.loop import Engine
 from kvtool.errors import ModelError, OutOfMemory
-from kvtool.llama.devices import has_gpu
+from kvtool.llama.libllama.devices import has_gpu
 from kvtool.llama.sampler import Sampler
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.batching import ComputeLock, StepBatcher

@@ -17,9 +17,9 @@ from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import Template, TemplateError
 from kvtool.errors import ModelError
-from kvtool.llama.constraint import Vocabulary
-from kvtool.llama.model import Model
-from kvtool.llama.rules import Rules
+from kvtool.llama.grammar.constraint import Vocabulary
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.requests import ChatRequest

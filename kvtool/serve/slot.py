@@ -20,8 +20,8 @@ from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
-from kvtool.llama.model import Model
-from kvtool.llama.rules import Rules
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
@@ -227,7 +227,6 @@ class Slot:
         return self._resumer
 
     def _text(self, job: Job, request: TextRequest) -> None:
-        """Continue a text."""
         rules, self._remarks = request.output_format.rules() if request.output_format else (None, [])
         self._start(job, request, rules=rules)
         started = time.perf_counter()
@@ -372,7 +371,6 @@ class Slot:
         return self.overflow == "error" or not self.engine.policy.evicts
 
     def _end(self, job: Job, request: Request, reply: Reply, prompt: PromptRead, written: Written) -> None:
-        """Emit the last event."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
         kvtool = _cache_numbers(self.writer, request.n_share)
@@ -383,7 +381,7 @@ class Slot:
 def _banned(model: Model, request: Request) -> set[int]:
     """Return the tokens that the answer must not have.
 
-    Raises ApiError if the vocabulary does not have a token of `stop_token_ids`.
+    Raises ApiError if the vocabulary does not have a token of `stop_tokens`.
     """
     if max(request.stop_tokens, default=0) >= model.n_vocab:
         raise ApiError.at("stop_token_ids", f"must have tokens in 0..{model.n_vocab - 1}")

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.config.run import ScoreOptions
-from kvtool.llama.library import api
-from kvtool.llama.model import Model
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from kvtool.measure.run import RunInput, measure
 from lab.benchmarks.common import (
     add_common,

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtool.chats.prompt import template_of
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.models.resolve import resolve
 from kvtool.serve.api import requests, responses
 from kvtool.serve.rendering import Rendering

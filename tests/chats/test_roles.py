@@ -9,7 +9,7 @@ import pytest
 from kvtool.chats.prompt import prefix_tokens
 from kvtool.chats.template import Template
 from kvtool.errors import ModelError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.rendering import Rendering
 from kvtool.serve.tools.formats import HERMES, MISTRAL
 from kvtool.serve.tools.prompt import tools_text

@@ -13,7 +13,7 @@ from kvtool.chats import marks
 from kvtool.chats.marks import CUT, JOINT, tokens_of
 from kvtool.chats.prompt import request_prefix, system_prefix, template_of
 from kvtool.chats.template import Template
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.rendering import Rendering
 from tests import tiny
 from tests.cli.called import called

@@ -303,7 +303,7 @@ def test_corm_runs_with_empty_budgets(compare):
 
 
 def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
-    out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
+    out = tmp_path / "out.jsonl"
     options = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
     printed = compare(*options, "--records", out, "--json").stdout
     (line,) = printed.splitlines()
@@ -311,10 +311,6 @@ def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
     assert json.loads(line) == record | dict.fromkeys(
         ("best_other", "nll_minus_best", "nll_minus_best_stderr", "nll_minus_best_margin")
     )
-    # in earlier versions, --json took the name of a file, and this still works
-    assert "tokens of tide.txt scored" in compare(*options, "--json", once).stdout
-    assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
-    assert len(compare(*options, "--json").stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

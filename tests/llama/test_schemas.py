@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import Matcher, Vocabulary
-from kvtool.llama.model import Model
-from kvtool.llama.patterns import parts_of
-from kvtool.llama.rewriting import rewritten
-from kvtool.llama.schema import Unenforced, enforced
+from kvtool.llama.grammar.constraint import Matcher, Vocabulary
+from kvtool.llama.grammar.patterns import parts_of
+from kvtool.llama.grammar.rewriting import rewritten
+from kvtool.llama.grammar.schema import Unenforced, enforced
+from kvtool.llama.loaded.model import Model
 from tests import tiny
 from tests.llama.test_constraint import bounded
 

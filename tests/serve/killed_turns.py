@@ -25,7 +25,7 @@ from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import SessionError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults

@@ -8,7 +8,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.chats.undo import Mark, turn_label
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from tests import tiny

@@ -8,11 +8,11 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import Matcher, Vocabulary
-from kvtool.llama.rules import Rules
+from kvtool.llama.grammar.constraint import Matcher, Vocabulary
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.grammar.schema import enforced
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
-from kvtool.llama.schema import enforced
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice
 from kvtool.serve.tools.forced import CallRules

@@ -12,7 +12,7 @@ import pytest
 from kvtool.chats import template
 from kvtool.chats.effort import Efforts
 from kvtool.chats.template import Template
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.api import thinking
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields

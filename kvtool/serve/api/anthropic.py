@@ -59,7 +59,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
     chat: Body = {f"tools[{i}]": tool for i, tool in enumerate(given) if not _is_function(tool)}
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
-        _check_answered(messages, n_max, asked[-1][0])
+        _check_answered(messages, n_max)
         chat["max_tokens"] = n_max
     if stops := fields.texts("stop_sequences", MAX_STOPS):
         chat["stop"] = list(stops)
@@ -76,20 +76,19 @@ def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
     return GivenChat([*messages], tools, copied | chat, output_format)
 
 
-def _check_answered(messages: list[tuple[str, Body]], n_max: int | None, last: str) -> None:
+def _check_answered(messages: Sequence[tuple[str, Body]], n_max: int | None) -> None:
     """Raise ApiError if the messages cannot be answered, or if max_tokens is missing.
 
-    n_max: value of max_tokens, or None if it is missing. last: path of the last message in the request, such
-    as "messages[2]", for errors.
+    n_max: value of max_tokens, or None if it is missing.
     """
     if n_max is None:
         raise ApiError.at("max_tokens", "is missing: it is the most tokens of the answer")
-    _, message = messages[-1]
+    where, message = messages[-1]
     if message["role"] == "assistant" and "tool_calls" in message:
-        raise ApiError.at(last, "must be followed by the results of its tool_use blocks")
+        raise ApiError.at(where, "must be followed by the results of its tool_use blocks")
     if message["role"] == "assistant" and message["content"] != message["content"].rstrip():
         # models continue badly after white space; Anthropic's server refuses it too
-        raise ApiError.at(last, "must not end with white space, as it is continued")
+        raise ApiError.at(where, "must not end with white space, as it is continued")
 
 
 def _messages(

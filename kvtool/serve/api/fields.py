@@ -167,7 +167,6 @@ class Fields:
         return default if value is None else value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        """Return a whole number in low..high."""
         value = self.pop(name)
         return None if value is None else need_whole(value, name, low, high)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvtool.errors import UsageError
-from kvtool.llama import gbnf
-from kvtool.llama.rules import Rules
-from kvtool.llama.schema import Enforced, Unenforced, enforced
+from kvtool.llama.grammar import gbnf
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.grammar.schema import Enforced, Unenforced, enforced
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, optional, shown
 

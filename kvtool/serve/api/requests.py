@@ -176,6 +176,8 @@ class GivenChat(NamedTuple):
     ----------
     messages
         Pairs (path in the request, message).
+    tools
+        The tools that are functions.
     fields
         The other fields of the request, with the names of /v1/chat/completions.
     output_format

@@ -259,7 +259,6 @@ class _GrowingText:
         return (yield from self.expect(*options))
 
     def name(self, tools: Tools) -> _Text:
-        """Read the name of a tool."""
         while True:
             after = _AFTER_NAME.search(self.text, self.at)
             if after or self.has_ended:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtool.llama.constraint import Vocabulary
-from kvtool.llama.rewriting import CONSTRAINING
-from kvtool.llama.rules import Rules, literal
-from kvtool.llama.schema import Enforced, json_texts
+from kvtool.llama.grammar.constraint import Vocabulary
+from kvtool.llama.grammar.rewriting import CONSTRAINING
+from kvtool.llama.grammar.rules import Rules, literal
+from kvtool.llama.grammar.schema import Enforced, json_texts
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.output_format import enforced_at, remarks_of
 from kvtool.serve.tools.formats import HERMES, LLAMA, Format, Parameters
@@ -158,7 +158,6 @@ class CallRules:
         self._calls.setdefault(format, []).append(name)
 
     def _add(self, name: str, expression: str) -> str:
-        """Add a rule, and return its name."""
         self._rules.append(f"{name}: {expression}")
         return name.partition("[")[0]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from kvtool.llama.json_pointer import at_pointer
+from kvtool.llama.grammar.json_pointer import at_pointer
 from kvtool.serve.api.fields import finite
 
 
