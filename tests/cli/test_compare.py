@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,15 +19,15 @@ from kvtool.cli.compare.command import _run
 from kvtool.cli.console import table_console
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.measure import grid, runner
+from kvtool.measure import grid
+from kvtool.measure import run as one
 from kvtool.measure.grid import Run
 from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
 from tests import forked
 from tests.cli.called import called, one_line
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
-from tests.held import PATIENCE_S, Held, until
-from tests.tasks.test_grid import TIMES
+from tests.held import PATIENCE_S, Held
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,6 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def lasting(records):
-    """Return the records without the fields that differ from run to run."""
-    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
-
-
 GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", "f16,q8_0")
 
 
@@ -81,7 +76,7 @@ GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", 
 def whole(compare, folder):
     """The file of an uninterrupted comparison."""
     path = folder / "whole.jsonl"
-    done = compare(*GRID, "--records", path, "--jobs", 2)
+    done = compare(*GRID, "--records", path)
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)
     return path
@@ -131,17 +126,13 @@ def test_results_of_another_text_with_this_name_are_reported(compare, whole, fol
     assert [record["text_sha256"] == "0" for record in read(other)] == [False, True, True, True, True]
 
 
-def test_merged_shards_equal_one_run(compare, whole, folder):
-    parts = [folder / f"{i}.jsonl" for i in (1, 2)]
-    for i, part in enumerate(parts, 1):
-        compare(*GRID, "--records", part, "--shard", f"{i}/2")
-    assert [len(read(part)) for part in parts] == [2, 2]
+def test_merged_files_equal_one_run(compare, whole, folder):
     merged = folder / "merged.jsonl"
     stranger = {"policy": "another grid's"}
-    lines = [json.dumps(stranger), *(part.read_text().rstrip() for part in parts)]
+    lines = [json.dumps(stranger), *reversed(whole.read_text().splitlines())]
     merged.write_text("\n".join(lines) + "\n")
     assert compare(*GRID, "--records", merged, "--resume").stderr == ""
-    assert lasting(read(merged)) == [*lasting(read(whole)), stranger]
+    assert read(merged) == [*read(whole), stranger]
 
 
 def test_lines_added_by_another_run_stay_in_the_file(compare, folder):
@@ -154,51 +145,55 @@ def test_lines_added_by_another_run_stay_in_the_file(compare, folder):
     assert others == [{"policy": "another run's"}]
 
 
-def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, tmp_path):
+@pytest.fixture
+def outcomes(monkeypatch):
+    """Replace the measurement of runs by a function of the run, its reference, and `writes`."""
+    plain = one.outcome
+
+    def replaced(outcome):
+        monkeypatch.setattr(
+            one,
+            "outcome",
+            lambda model, run, tokens, reference, report, writes=False: (
+                outcome(run, reference, writes) or plain(model, run, tokens, reference, report, writes=writes)
+            ),
+        )
+
+    return replaced
+
+
+def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, outcomes, tmp_path):
     calls, fails = [], True
 
-    class Runner:
-        def __init__(self, common, tokens):
-            calls.clear()
+    def outcome(run, reference, writes):
+        calls.append((run.label, reference is not None))
+        if writes and fails:
+            return {"error": "no"}
+        return {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if reference else None}
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def run(self, runs, jobs=1, against=None, writes=False):
-            calls.append(([each.label for each in runs], against is not None))
-            for each in runs:
-                done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
-                yield runner.Event(each, record={"error": "no"} if writes and fails else done)
-
-    monkeypatch.setattr(runner, "Runner", Runner)
+    outcomes(outcome)
+    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **how: nullcontext())
+    monkeypatch.setattr("kvtool.cli.compare.command._n_cell", lambda run, n_ctx: 64)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
+    monkeypatch.setattr(grid, "identity", lambda common, run: {})
     common = grid.Common({}, ScoreOptions(n_ctx=512), 100)
-    results = ComparisonResults(common, [run("local", "64")])
-    for _ in range(2):
-        assert not _run(results, None, True, 1, None)
+    results, full = ComparisonResults(common, [run("local", "64")]), run("full")
+    for tried in ([("full", True), ("local", False)], [("full", True)]):
+        # In the second round, only `full` runs, and it fails again. `local` lacks only its KL. It does not
+        # run, because the KL needs the results of `full`.
+        calls.clear()
+        assert not _run(results, full, Path(), None, None)
         assert [record["kl"] for record in results.of_run.values()] == [None]
-    # In the second round, only `full` runs, and it fails again. `local` lacks only its KL. It does not run,
-    # because the KL needs the results of `full`.
-    assert calls == [(["full"], True), ([], False)]
+        assert calls == tried
     fails = False
-    assert _run(results, None, True, 1, None)
-    assert calls == [(["full"], True), (["local"], True)]
+    calls.clear()
+    assert _run(results, full, Path(), None, None)
+    assert calls == [("full", True), ("local", True)]
     assert [record["kl"] for record in results.of_run.values()] == [0.5]
 
 
-def test_failed_reference_exits_1_after_the_results(monkeypatch, compare, model, folder, environment):
-    plain = runner.Runner.run
-
-    def run(self, runs, *, writes=False, **how):
-        if writes:
-            yield runner.Event(runs[0], record={"error": "no luck"})
-        else:
-            yield from plain(self, runs, **how)
-
-    monkeypatch.setattr(runner.Runner, "run", run)
+def test_failed_reference_exits_1_after_the_results(outcomes, model, folder, environment):
+    outcomes(lambda run, reference, writes: {"error": "no luck"} if writes else None)
     arguments = ("-m", model, "-t", 1, "--policies", "local", "--budgets", "64", "--max-tokens", 199)
     done = called("compare", "tide.txt", *arguments, "--json", cwd=folder, env=environment)
     assert done.returncode == 1
@@ -269,7 +264,7 @@ POLICY = Breaks
 
 def test_resume_runs_failed_runs_again(compare, folder):
     (folder / "mine.py").write_text(BREAKS)
-    arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl", "--jobs", 2)
+    arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl")
     done = compare(*arguments, check=False)
     assert done.returncode == 1
     assert "64 cells\nmine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
@@ -303,7 +298,7 @@ def test_corm_runs_with_empty_budgets(compare):
 
 
 def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
-    out, once = tmp_path / "out.jsonl", tmp_path / "once.jsonl"
+    out = tmp_path / "out.jsonl"
     options = ("--policies", "local", "--budgets", "64", "--max-tokens", 100)
     printed = compare(*options, "--records", out, "--json").stdout
     (line,) = printed.splitlines()
@@ -311,9 +306,6 @@ def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
     assert json.loads(line) == record | dict.fromkeys(
         ("best_other", "nll_minus_best", "nll_minus_best_stderr", "nll_minus_best_margin")
     )
-    # in earlier versions, --json took the name of a file, and this still works
-    assert "tokens of tide.txt scored" in compare(*options, "--json", once).stdout
-    assert json.loads(once.read_text())["perplexity"] == json.loads(printed)["perplexity"]
     assert len(compare(*options, "--json").stdout.splitlines()) == 1
 
 
@@ -337,11 +329,13 @@ def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code
     one_line(compare(*arguments, check=False), code, words)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, environment, tmp_path, number):
-    held, out = Held(tmp_path), tmp_path / "out.jsonl"
-    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out), "--jobs", "2"]
+def test_interrupt_keeps_finished_runs_and_names_the_records_file(
+    model, folder, environment, tmp_path, number
+):
+    held, out = Held(tmp_path, "self.budget == 65"), tmp_path / "out.jsonl"
+    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out)]
     command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
     with forked.Popen(
         [*KVTOOL, *command],
@@ -351,20 +345,20 @@ def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, envi
         text=True,
         start_new_session=True,
     ) as process:
-        held.wait(2)
-        running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        # a terminal sends Ctrl-C to the whole process group
-        os.killpg(process.pid, number)
+        held.wait()
+        process.send_signal(number)
+        said = iter(process.stderr.readline, "stopping after the current step ...\n")
+        assert "" not in said
+        held.go()
         lines = process.stderr.read().splitlines()
         assert process.wait(PATIENCE_S) == 128 + number
-    assert lines[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
-    assert len(running) == 2
-    until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))
+    assert lines[-1] == f"kvtool: stopped; 1 of 3 runs are in {out}; --resume does the rest"
+    assert [record["budget"] for record in read(out)] == [64]
 
 
 def run(label, asked=None, kind="f16"):
     options = ScoreOptions(policy=label.split(":")[0], type_k=kind, type_v=kind)
-    return Run(label, options, {}, asked, 64)
+    return Run(label, options, None, None, {}, asked, 64)
 
 
 def row(label, asked=None, kind="f16", **values):
