@@ -88,13 +88,12 @@ class SessionError(KvtoolError):
     exit_code = 9
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
     """Return " Did you mean ...?" with the names from `alike`, or "" if there are no such names.
 
-    known: names, or a mapping from names to the texts that are shown for them.
+    shown: maps each known name to the text that is shown for it. None to show the names themselves.
     """
-    shown = known if isinstance(known, Mapping) else {other: other for other in known}
-    meant = dict.fromkeys(shown[other] for other in alike(name, shown))
+    meant = dict.fromkeys(shown[other] if shown else other for other in alike(name, known))
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 

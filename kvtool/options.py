@@ -22,6 +22,26 @@ Self = TypeVar("Self", bound="Options")
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """Allowed numbers: from `low` to `high`, or without an upper limit if `high` is None. Never NaN.
+
+    hint: text at the end of the error.
+    """
+
+    low: float
+    high: float | None = None
+    hint: str = ""
+
+    def check(self, value: float, name: str) -> None:
+        """Raise UsageError if a number is not allowed. name: the option's name in the error."""
+        # NaN compares as False
+        if not (value >= self.low and (self.high is None or value <= self.high)):
+            allowed = f"at least {self.low}" if self.high is None else f"in {self.low}..{self.high}"
+            number = f"{value:g}" if isinstance(value, float) else value
+            raise UsageError(f"{name} must be {allowed}, got {number}{self.hint}")
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """Declaration of an option. The dataclass field has the option's type and default value.
 
@@ -41,13 +61,8 @@ class Option:
         model.
     words
         Words that the user may type instead of a number, such as "auto".
-    minimum, maximum
-        Smallest and largest allowed number.
-    is_valid
-        Function that returns True if a number is allowed, for ranges that `minimum` and `maximum` cannot
-        express.
-    range_text
-        Description of the range of `is_valid`. A text after a semicolon is a hint.
+    valid
+        Allowed numbers.
     choices
         Allowed texts.
     completes
@@ -76,10 +91,7 @@ class Option:
     metavar: str | None = None
     default_text: str | bool = True
     words: Mapping[str, int] = field(default_factory=dict)
-    minimum: float | None = None
-    maximum: float | None = None
-    is_valid: Callable[[Any], bool] | None = None
-    range_text: str = ""
+    valid: Range | None = None
     choices: tuple[str, ...] = ()
     completes: str | None = None
     read: Callable[[Any, str], Any] | None = None
@@ -100,15 +112,8 @@ class Option:
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             if self.choices:
                 check_choice(item, self.choices, name)
-            if self.is_valid and not self.is_valid(item):
-                range_text, semicolon, hint = self.range_text.partition(";")
-                raise UsageError(f"{name} must be {range_text}, got {item:g}{semicolon}{hint}")
-            if None not in (self.minimum, self.maximum) and not self.minimum <= item <= self.maximum:
-                raise UsageError(f"{name} must be in {self.minimum}..{self.maximum}, got {item}")
-            if self.minimum is not None and not item >= self.minimum:
-                raise UsageError(f"{name} must be at least {self.minimum}, got {item}")
-            if self.maximum is not None and item > self.maximum:
-                raise UsageError(f"{name} must be at most {self.maximum}, got {item}")
+            if self.valid:
+                self.valid.check(item, name)
 
     def names(self, field: str) -> tuple[str, ...]:
         """Return all names that `/set` accepts. field: the name of the option's field."""
@@ -227,14 +232,6 @@ def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None
         *first, last = choices
         allowed = f"{', '.join(first)} or {last}" if len(first) < 3 else f"one of {', '.join(choices)}"
         raise UsageError(f"{name} must be {allowed}, got {value!r}")
-
-
-def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
-    """Return attributes of `Option` that allow only numbers from low to high. NaN is not allowed.
-
-    hint: text at the end of the error.
-    """
-    return {"is_valid": lambda x: low <= x <= high, "range_text": f"in {low}..{high}{hint}"}
 
 
 def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ IMPORTED = """
     gguf jinja2 markdown_it prompt_toolkit.shortcuts pytest rich.live rich.progress rich.table
     kvtool.api kvtool.llama.sampler kvtool.serve.http.server kvtool.tasks.longbench
     kvtool.cli.chat.command kvtool.cli.chat.input kvtool.cli.chat.reply kvtool.cli.chat.terminal
-    kvtool.cli.compare.command kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval kvtool.cli.explain
+    kvtool.cli.compare.command kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval.command kvtool.cli.explain
     kvtool.cli.generate kvtool.cli.inspect.command kvtool.cli.models kvtool.cli.perplexity
     kvtool.cli.policies kvtool.cli.serve kvtool.cli.session kvtool.cli.texts kvtool.cli.worker
 """.split()  # noqa: SIM905

@@ -111,7 +111,7 @@ def _plainly(error: Any) -> str:
     if isinstance(error, CLICK.NoSuchOption):
         name, params = error.option_name, error.ctx.command.get_params(error.ctx)
         known = {each.lstrip("-"): each for param in params for each in param.opts if each.startswith("--")}
-        hint = suggestion(name.lstrip("-"), known) if name.startswith("--") else ""
+        hint = suggestion(name.lstrip("-"), known, known) if name.startswith("--") else ""
         line = f"no such option: {name}"
         return f"{line}.{hint}" if hint else line + near.dash_advice(name, error.ctx.command)
     if isinstance(error, CLICK.MissingParameter) and param:

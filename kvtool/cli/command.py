@@ -85,15 +85,17 @@ class Command(_Shared, TyperCommand):
     """A command that is not a group.
 
     After the arguments are parsed, `ctx.obj` maps names of parameters to the settings that apply to them.
-    Each parameter has the attribute `aliases`: see `Option.aliases`.
+    Each parameter has two more attributes: `declaration` is the `Option`, or None if the parameter is not
+    declared as data, and `aliases` are its `Option.aliases`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        aliases = getattr(self.callback, "aliases", {})
+        declarations = getattr(self.callback, "declarations", {})
         params: list[Any] = self.params
         for param in params:
-            param.aliases = aliases.get(param.name, ())
+            param.declaration = declarations.get(param.name)
+            param.aliases = param.declaration.aliases if param.declaration else ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = {}

@@ -16,7 +16,6 @@ from kvtool.cli.declared import Json, command_words
 from kvtool.cli.listed import flag
 from kvtool.cli.settings import Words
 from kvtool.errors import UsageError, suggestion
-from kvtool.options import Option, Options, declared
 from kvtool.system.texts import json_text
 
 Row = dict[str, Any]
@@ -142,7 +141,7 @@ def _check(param: Any, value: Any, source: str) -> None:
         read = tuple(param.type.convert(each, param, None) for each in values)
     except typer.BadParameter as error:
         raise UsageError(refusal(error, source)) from None
-    for option in _declarations(Options, param):
+    if option := param.declaration:
         option.check(option.parse(read if param.multiple else read[0], source), source)
     if param.name == "budget":
         from kvtool.config.budget import parse
@@ -151,14 +150,6 @@ def _check(param: Any, value: Any, source: str) -> None:
             parse(value, sys.maxsize)
         except UsageError as error:
             raise UsageError(f"{source}: {error}") from None
-
-
-def _declarations(kind: type[Options], param: Any) -> Iterator[Option]:
-    """Yield the declarations of an option in the class `kind` and its subclasses."""
-    if (option := declared(kind).get(param.name)) and [*option.flags] == param.opts:
-        yield option
-    for each in kind.__subclasses__():
-        yield from _declarations(each, param)
 
 
 def _row(words: Words, param: Any, value: Any, source: str) -> Row:

@@ -62,8 +62,8 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     run.__annotations__ = {each.name: each.annotation for each in params} | {"return": None}
-    run.aliases = {  # type: ignore[attr-defined]
-        name: option.aliases for kind in classes.values() for name, option in declared(kind).items()
+    run.declarations = {  # type: ignore[attr-defined]
+        name: option for kind in classes.values() for name, option in declared(kind).items()
     }
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
     return run
@@ -90,15 +90,12 @@ def _is_options(hint: Any) -> bool:
 def _typer_option(kind: type[Options], hint: Any, option: Option) -> Any:
     number = next((each for each in (int, float) if each.__name__ in str(hint)), None)
     is_list = "list" in str(hint)
-    help = option.help
-    if option.minimum is not None and option.maximum is not None:
-        help = f"{help.removesuffix('.')} ({option.minimum} to {option.maximum})."
     default = option.default_text
     if isinstance(default, str) and "{default_" in default:
         default = default.format(**{name: getattr(kind, name) for name in dir(kind) if "default_" in name})
     return typer.Option(
         *option.flags,
-        help=help,
+        help=option.help,
         metavar=option.metavar,
         # click should not check files: the commands check them, and name the right fault
         readable=False,

@@ -21,7 +21,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
-from kvtool.options import OUTPUT, Options, option, redeclared, repeated
+from kvtool.options import OUTPUT, Options, Range, option, redeclared, repeated
 from kvtool.system import interrupt
 from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
 from kvtool.units import format_tokens
@@ -68,11 +68,10 @@ class _OutputOptions(Options):
         "--logprobs N",
         None,
         "With --json: the log-probability of each token, and of the N most likely ones, before any "
-        "sampler changes them.",
+        "sampler changes them (0 to 1000).",
         group=OUTPUT,
         default_text="off",
-        minimum=0,
-        maximum=1000,
+        valid=Range(0, 1000),
     )
 
 

@@ -25,7 +25,7 @@ COMMANDS = {
 They are not in the files of the commands, because importing these files takes long.
 """
 
-FOLDERS = ("chat", "compare", "bench", "inspect")
+FOLDERS = ("chat", "compare", "bench", "eval", "inspect")
 """Commands that have their own folder, with the command in command.py. Every other command is one file."""
 
 GROUPS = ("models", "session")

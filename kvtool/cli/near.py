@@ -84,7 +84,8 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
         return f"{line}; use `kvtool chat {quote(name)}`"
     if not group and " " in name:
         return f"name a command first: `kvtool generate {quoted(name)}` or `kvtool chat`"
-    hint = suggestion(name, {each: f"`{path} {each}`" for each in known})
+    shown = {each: f"`{path} {each}`" for each in known}
+    hint = suggestion(name, shown, shown)
     return f"{line}.{hint}" if hint else f"{line}; `{path} -h` lists them"
 
 

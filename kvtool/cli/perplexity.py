@@ -19,7 +19,7 @@ from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.options import Options, option
+from kvtool.options import Options, Range, option
 from kvtool.system.texts import json_text
 from kvtool.units import format_tokens
 
@@ -37,16 +37,19 @@ class _PerplexityRun(ScoreOptions):
 @dataclass(frozen=True)
 class _PerplexityOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", minimum=2, default_text="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", valid=Range(2), default_text="all"
     )
     windows: int | None = option(
         "--windows N",
         None,
         "Score pieces of N tokens, each in an empty cache, like llama-perplexity -c N.",
-        minimum=3,
+        valid=Range(3),
     )
     stride: int | None = option(
-        "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", minimum=1
+        "--stride N",
+        None,
+        "With --windows: start a piece every N tokens, and score its last N.",
+        valid=Range(1),
     )
 
 

@@ -21,7 +21,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
-from kvtool.options import SERVER, Options, option, redeclared
+from kvtool.options import SERVER, Options, Range, option, redeclared
 from kvtool.system import interrupt
 from kvtool.system.memory import free_bytes
 from kvtool.system.paths import extra_command
@@ -57,7 +57,7 @@ class _ServeOptions(Options):
     host: str = _serving(
         "--host ADDRESS", "127.0.0.1", "Address to listen on: a name or IPv4 address of this machine."
     )
-    port: int = _serving("--port N", 8080, "Port to listen on.", minimum=0, maximum=65535)
+    port: int = _serving("--port N", 8080, "Port to listen on (0 to 65535).", valid=Range(0, 65535))
     api_key_file: Path | None = _serving(
         "--api-key-file", None, "File of API keys, one per line; every request needs one."
     )
@@ -79,15 +79,15 @@ class _ServeOptions(Options):
         "--parallel N",
         2,
         "Maximum number of requests answered at the same time, each with its own cache; 1 with --rpc.",
-        minimum=1,
+        valid=Range(1),
         aliases=("-np",),
     )
-    queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", minimum=1)
+    queue: int = _serving("--queue N", 64, "Maximum number of waiting requests.", valid=Range(1))
     read_timeout: float = _serving(
         "--read-timeout SECONDS",
         30.0,
         "Maximum time for receiving the body of a request, in seconds.",
-        minimum=0.1,
+        valid=Range(0.1),
     )
     strict_model: bool = _serving(
         "--strict-model", False, "Refuse requests that name a model other than the running one."

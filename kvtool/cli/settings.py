@@ -315,7 +315,7 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
     meant = {name.removeprefix(VARIABLE): first for name, first in right.items()}
     for name in names:
         if name not in right:
-            hint = suggestion(name.removeprefix(VARIABLE), meant)
+            hint = suggestion(name.removeprefix(VARIABLE), meant, meant)
             yield f"${name} does not belong to an option.{hint}"
 
 

@@ -16,7 +16,7 @@ from typing import TextIO
 from kvtool.cli.declared import options
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
-from kvtool.options import Options, option, within
+from kvtool.options import Options, Range, option
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
 from kvtool.units import MAX_THREADS, format_bytes, parse_bytes
@@ -30,7 +30,7 @@ class _WorkerOptions(Options):
     host: str = option(
         "--host ADDRESS", "127.0.0.1", "Address to listen on: a name or IPv4 address of this machine."
     )
-    port: int = option("--port N", endpoints.PORT, "Port to listen on.", minimum=1, maximum=65535)
+    port: int = option("--port N", endpoints.PORT, "Port to listen on (1 to 65535).", valid=Range(1, 65535))
     mem: str | None = option(
         "--mem BYTES",
         None,
@@ -38,7 +38,7 @@ class _WorkerOptions(Options):
         default_text="all",
     )
     threads: int | None = option(
-        "-t, --threads N", None, "CPU threads.", default_text="one per core", **within(1, MAX_THREADS)
+        "-t, --threads N", None, "CPU threads.", default_text="one per core", valid=Range(1, MAX_THREADS)
     )
     verbose: int = option(
         "-v, --verbose",

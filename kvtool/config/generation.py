@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from kvtool.errors import UsageError, suggestion
 from kvtool.llama.sampling import Sampling
-from kvtool.options import SAMPLING, Options, declared, option, redeclared, unless
+from kvtool.options import SAMPLING, Options, Range, declared, option, redeclared, unless
 
 EFFORTS = ("on", "off", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `--think`. A chat template supports only some of them."""
@@ -31,7 +31,7 @@ class _LengthOptions(Options):
         "-n, --predict, --n-predict N",
         2048,
         "Maximum tokens of a reply; -1 means no limit.",
-        minimum=-1,
+        valid=Range(-1),
         read=_limit,
         request=("max_completion_tokens", "max_tokens", "n_predict"),
         aliases=("--num-predict", "--max-new-tokens"),
@@ -50,7 +50,7 @@ class _LengthOptions(Options):
         None,
         "Maximum tokens of a thought: then it is closed, and the answer follows; -1 means no limit.",
         default_text="no limit",
-        minimum=-1,
+        valid=Range(-1),
         read=unless(-1),
     )
 
@@ -79,7 +79,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         "Random seed of the sampler.",
         group=SAMPLING,
         default_text="random",
-        minimum=-1,
+        valid=Range(-1),
         read=unless(-1),
         aliases=("-s",),
     )
@@ -105,7 +105,7 @@ class GenerationOptions(Sampling, _LengthOptions):
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
             # if the similar name is another name of a field, this suggests the field's own name
-            hint = suggestion(name, names)
+            hint = suggestion(name, names, names)
             raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 

@@ -17,12 +17,12 @@ from kvtool.options import (
     HARDWARE,
     OUTPUT,
     Options,
+    Range,
     declared,
     option,
     redeclared,
     repeated,
     unless,
-    within,
 )
 from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MAX_RESIDENT, MAX_THREADS
 
@@ -101,7 +101,7 @@ class RunOptions(Options):
         None,
         "Evict after every N tokens.",
         default_text="16, fewer for budgets below 128",
-        minimum=1,
+        valid=Range(1),
     )
     positions: str = _cache_option(
         "--positions MODE",
@@ -148,7 +148,7 @@ class RunOptions(Options):
         "size.",
         group=HARDWARE,
         default_text="the model's trained length",
-        minimum=0,
+        valid=Range(0),
         read=unless(0),
         aliases=("--n-ctx", "--num-ctx"),
     )
@@ -158,7 +158,7 @@ class RunOptions(Options):
         "Maximum tokens decoded per batch.",
         group=HARDWARE,
         default_text="{default_n_batch}",
-        minimum=1,
+        valid=Range(1),
         aliases=("--n-batch",),
     )
     threads: int | None = _hardware_option(
@@ -166,7 +166,7 @@ class RunOptions(Options):
         None,
         "CPU threads.",
         default_text="the fastest number, at most one per core",
-        **within(1, MAX_THREADS),
+        valid=Range(1, MAX_THREADS),
     )
     gpu_layers: int | None = _hardware_option(
         "-ngl, --gpu-layers N|auto|all",
@@ -174,7 +174,7 @@ class RunOptions(Options):
         "Number of layers on the GPU, counted from the last; auto: as many as fit.",
         default_text="auto",
         words={"auto": -1, "all": ALL_LAYERS},
-        minimum=ALL_LAYERS,
+        valid=Range(ALL_LAYERS),
         read=unless(-1),
         in_record=True,
         aliases=("--n-gpu-layers",),
@@ -184,7 +184,7 @@ class RunOptions(Options):
         None,
         "Mixture of experts: keep the experts' weights of the first N layers in host memory.",
         default_text="0",
-        minimum=0,
+        valid=Range(0),
         read=unless(0),
     )
     cpu_moe: bool = _hardware_option(
@@ -212,7 +212,7 @@ class RunOptions(Options):
         default_text="by free memory",
     )
     main_gpu: int = _hardware_option(
-        "-mg, --main-gpu N", 0, "The GPU of --split-mode none, counted from 0.", minimum=0
+        "-mg, --main-gpu N", 0, "The GPU of --split-mode none, counted from 0.", valid=Range(0)
     )
     rpc: str | None = _hardware_option(
         "--rpc HOST:PORT,...",
@@ -259,10 +259,9 @@ class RunOptions(Options):
         "--resident N",
         0,
         "With --policy recall: archived tokens of each row that stay on the device, so that writing needs no "
-        "search on the host. 0: none.",
+        f"search on the host. 0: none (0 to {MAX_RESIDENT}).",
         group=ARCHIVE,
-        minimum=0,
-        maximum=MAX_RESIDENT,
+        valid=Range(0, MAX_RESIDENT),
         in_record=True,
     )
     flash: str = _cache_option(

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from kvtool.errors import UsageError
-from kvtool.options import SAMPLING, Options, option, within
+from kvtool.options import SAMPLING, Options, Range, option
 from kvtool.system.texts import exists, read_text, shown, utf8
 
 MAX_LOOK_BACK = 2**20
@@ -79,13 +79,13 @@ def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None,
 _option = partial(option, group=SAMPLING, in_session=True)
 
 
-def _number(usage: str, default: Any, allowed: dict[str, Any], help: str, **more: Any) -> Any:
+def _number(usage: str, default: Any, valid: Range, help: str, **more: Any) -> Any:
     """Declare a numeric option with its range.
 
     In clients' requests, the field has the same name as the option, unless `request` gives other names.
     """
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
-    return _option(usage, default, help, **{"request": (name,), **allowed, **more})
+    return _option(usage, default, help, **{"request": (name,), "valid": valid, **more})
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Sampling(Options):
     temp: float = _number(
         "--temp T",
         0.0,
-        within(0, LIMIT, "; 0 picks the most likely token"),
+        Range(0, LIMIT, "; 0 picks the most likely token"),
         "Temperature; 0 always picks the most likely token.",
         request=("temperature",),
         aliases=("--temperature",),
@@ -103,19 +103,19 @@ class Sampling(Options):
     top_k: int = _number(
         "--top-k K",
         0,
-        {"is_valid": lambda k: -(2**31) <= k < 2**31, "range_text": "a 32-bit whole number"},
+        Range(-(2**31), 2**31 - 1),
         "Sample from the K most likely tokens; 0 or a negative number means all.",
     )
     top_p: float = _number(
-        "--top-p P", 1.0, within(0, 1), "Sample from the most likely tokens whose probabilities add up to P."
+        "--top-p P", 1.0, Range(0, 1), "Sample from the most likely tokens whose probabilities add up to P."
     )
     min_p: float = _number(
-        "--min-p P", 0.0, within(0, 1), "Drop tokens less likely than P times the most likely one."
+        "--min-p P", 0.0, Range(0, 1), "Drop tokens less likely than P times the most likely one."
     )
     repeat_penalty: float = _number(
         "--repeat-penalty X",
         1.0,
-        within(0.001, 1000, "; 1 is off"),
+        Range(0.001, 1000, "; 1 is off"),
         "Make recently used tokens less likely; 1 means off.",
         request=("repeat_penalty", "repetition_penalty"),
         aliases=("--repetition-penalty",),
@@ -123,56 +123,56 @@ class Sampling(Options):
     repeat_last_n: int = _number(
         "--repeat-last-n N",
         64,
-        within(0, MAX_LOOK_BACK),
+        Range(0, MAX_LOOK_BACK),
         "Number of latest tokens that the repeat, presence and frequency penalties look at; 0 means off.",
     )
     presence_penalty: float = _number(
         "--presence-penalty X",
         0.0,
-        within(-LIMIT, LIMIT),
+        Range(-LIMIT, LIMIT),
         "Penalty on each recently used token, subtracted from its logit.",
     )
     frequency_penalty: float = _number(
         "--frequency-penalty X",
         0.0,
-        within(-LIMIT, LIMIT),
+        Range(-LIMIT, LIMIT),
         "Penalty on a token for each recent use, subtracted from its logit.",
     )
     typical: float = _number(
         "--typical, --typical-p P",
         1.0,
-        {"is_valid": lambda p: 0 < p <= 1, "range_text": "above 0 and at most 1; 1 is off"},
+        Range(0.001, 1, "; 1 is off"),
         "Locally typical sampling; 1 means off.",
         request=("typical_p",),
     )
     xtc_probability: float = _number(
         "--xtc-probability P",
         0.0,
-        within(0, 1),
+        Range(0, 1),
         "Probability that XTC drops the most likely tokens in a step; 0 means off.",
     )
     xtc_threshold: float = _number(
         "--xtc-threshold P",
         0.1,
-        within(0, 1),
+        Range(0, 1),
         "XTC drops all tokens above this probability except the least likely of them; above 0.5 means off.",
     )
     dry_multiplier: float = _number(
-        "--dry-multiplier X", 0.0, within(0, LIMIT), "DRY penalty on repeated sequences; 0 means off."
+        "--dry-multiplier X", 0.0, Range(0, LIMIT), "DRY penalty on repeated sequences; 0 means off."
     )
     dry_base: float = _number(
         "--dry-base X",
         1.75,
-        within(1, LIMIT),
+        Range(1, LIMIT),
         "Factor by which each further repeated token raises the DRY penalty.",
     )
     dry_allowed_length: int = _number(
-        "--dry-allowed-length N", 2, within(0, MAX_LOOK_BACK), "Longest repeated sequence that DRY allows."
+        "--dry-allowed-length N", 2, Range(0, MAX_LOOK_BACK), "Longest repeated sequence that DRY allows."
     )
     dry_penalty_last_n: int = _number(
         "--dry-penalty-last-n N",
         64,
-        within(0, MAX_LOOK_BACK),
+        Range(0, MAX_LOOK_BACK),
         "Number of latest tokens that DRY looks at; 0 means off.",
     )
     dry_sequence_breaker: tuple[str, ...] = _option(
@@ -187,20 +187,20 @@ class Sampling(Options):
     mirostat: int = _number(
         "--mirostat 0|1|2",
         0,
-        {"is_valid": lambda version: version in (0, 1, 2), "range_text": "0, 1 or 2"},
+        Range(0, 2),
         "Mirostat version 1 or 2, instead of all other samplers except --temp and --logit-bias; 0 means off.",
     )
     mirostat_lr: float = _number(
         "--mirostat-lr X",
         0.1,
-        within(0, LIMIT),
+        Range(0, LIMIT),
         "Learning rate (eta) of Mirostat.",
         request=("mirostat_eta",),
     )
     mirostat_ent: float = _number(
         "--mirostat-ent X",
         5.0,
-        within(0, LIMIT),
+        Range(0, LIMIT),
         "Target entropy (tau) of Mirostat, in bits.",
         request=("mirostat_tau",),
     )

@@ -17,7 +17,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.opening import open_run
 from kvtool.config.run import RunOptions, ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.options import Options, declared, option, redeclared, within
+from kvtool.options import Options, Range, declared, option, redeclared
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Tide(Options):
     default_height: ClassVar[int] = 7
 
     height: int | None = option(
-        "-h2, --height N", None, "How high.", default_text="{default_height}", minimum=1
+        "-h2, --height N", None, "How high.", default_text="{default_height}", valid=Range(1)
     )
     share: float = option(
-        "--share X", 0.5, "Of the day.", in_session=True, in_record=True, **within(0, 1, "; 1: all")
+        "--share X", 0.5, "Of the day.", in_session=True, in_record=True, valid=Range(0, 1, "; 1: all")
     )
     moon: str = option("--moon NAME", "full", "Which moon.", choices=("new", "half", "full"), in_session=True)
     names: tuple[str, ...] = option("--name TEXT", (), "Names.", read=lambda raw, flag: tuple(raw or ()))

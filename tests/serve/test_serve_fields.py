@@ -133,7 +133,7 @@ def test_field_names_of_other_servers_are_understood():
         ({"kvtool": {"share": "x"}}, "kvtool.share", "must be a whole number, got a string"),
         ({"top_p": 2}, "top_p", "must be in 0..1, got 2"),
         ({"temperature": -1}, "temperature", "must be in 0..10000, got -1; 0 picks the most likely token"),
-        ({"mirostat": 3}, "mirostat", "must be 0, 1 or 2, got 3"),
+        ({"mirostat": 3}, "mirostat", "must be in 0..2, got 3"),
         ({"mirostat_tau": -1}, "mirostat_tau", "must be in 0..10000, got -1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be in 0.001..1000, got 0; 1 is off"),
         ({"logit_bias": {"5": 1e6}}, "logit_bias", "of token 5 must be in -10000..10000 or -inf, got 1e+06"),

@@ -478,8 +478,8 @@ def test_cut_prompt_is_announced_before_it_is_read(tiny_chat, monkeypatch):
 
     # lines that are printed next to the progress bar
     written = []
-    monkeypatch.setattr("kvtool.cli.eval.tokens_progress", progress)
-    monkeypatch.setattr("kvtool.cli.eval.say", lambda *lines: written.extend(filter(None, lines)))
+    monkeypatch.setattr("kvtool.cli.eval.command.tokens_progress", progress)
+    monkeypatch.setattr("kvtool.cli.eval.command.say", lambda *lines: written.extend(filter(None, lines)))
     options = ("--max-prompt", 300, "-b", 64, "--policy", "tova", "--budget", 128, "--limit", 2)
     evaluate(tiny_chat, "qa", *options)
     before, after = written

@@ -57,13 +57,6 @@ PLANTED = {
         "_MARGIN = 0",
         ("cli/test_sources.py",),
     ),
-    "cli, records": Fault(
-        "a text behind --json is taken for a file of records",
-        "kvtool/cli/output.py",
-        'return file.read(1) in (b"", b"{")',
-        "return True",
-        ("cli/test_compare.py::test_json_is_a_flag_but_still_accepts_a_file",),
-    ),
     "cli, chat": Fault(
         "Ctrl-C swallows the next key while text is selected",
         "kvtool/cli/chat/input.py",

@@ -16,7 +16,7 @@ from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
 from kvtool.errors import LibraryError, UsageError
-from kvtool.options import Options, option, redeclared
+from kvtool.options import Options, Range, option, redeclared
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
@@ -50,13 +50,12 @@ class _BenchOptions(Options):
         "512,8k,32k",
         "Lengths of the stream before a measurement, in tokens, separated by commas; 8k is 8,192.",
     )
-    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", minimum=1)
+    rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", valid=Range(1))
     seconds: float = option(
         "--seconds S",
         6.0,
         "Time after which no further round of a row starts, in seconds.",
-        is_valid=lambda s: 0 < s < 1e6,
-        range_text="above 0",
+        valid=Range(0.001, 1_000_000),
     )
 
     def n_tokens(self) -> list[int]:

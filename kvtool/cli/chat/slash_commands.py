@@ -136,7 +136,7 @@ class Commands:
         for command, its in OF_NAME.items():
             if its.words is not None and name[1:] in its.words():
                 return f". Did you mean {command} {name[1:]}?"
-        hint = suggestion(name, OF_NAME.keys())
+        hint = suggestion(name, OF_NAME)
         return f".{hint}" if hint else "; /help lists them"
 
     def _help(self, topic: str) -> None:

@@ -22,7 +22,7 @@ from kvtool.cli.progress import bytes_progress, runs_progress, stopping
 from kvtool.cli.texts import File, check_positions, first_tokens, source
 from kvtool.config.run import RunOptions, ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.options import CACHE, Options, option
+from kvtool.options import CACHE, Options, Range, option
 from kvtool.system.files import can_write
 from kvtool.system.texts import TextSource, json_text
 from kvtool.units import CACHE_TYPES
@@ -62,7 +62,7 @@ class _Grid(Options):
     )
     combine: bool = option("--combine", False, "Run every policy with every cache type.", group=CACHE)
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", minimum=2
+        "--max-tokens N", None, "Use only the first N tokens of the text.", default_text="all", valid=Range(2)
     )
 
     def __post_init__(self) -> None:

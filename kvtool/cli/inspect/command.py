@@ -18,7 +18,7 @@ from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
-from kvtool.options import Options, option, redeclared
+from kvtool.options import Options, Range, option, redeclared
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ class _InspectRun(ScoreOptions):
 @dataclass(frozen=True)
 class _InspectOptions(Options):
     max_tokens: int | None = option(
-        "--max-tokens N", None, "Use only the first N tokens of the text.", minimum=2, default_text="all"
+        "--max-tokens N", None, "Use only the first N tokens of the text.", valid=Range(2), default_text="all"
     )
     snapshots: int = option(
-        "--snapshots N", 32, "Maximum points in time that --html can show.", minimum=1, maximum=255
+        "--snapshots N", 32, "Maximum points in time that --html can show (1 to 255).", valid=Range(1, 255)
     )
     last: int | None = option(
         "--last N",
         None,
         "Number of last tokens to show.",
-        minimum=1,
+        valid=Range(1),
         default_text=f"{LAST}; {_LAST_HTML} in --html",
     )
     html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")

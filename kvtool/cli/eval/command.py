@@ -16,26 +16,25 @@ from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import say, table, table_console
 from kvtool.cli.declared import JsonLines, options
+from kvtool.cli.eval.table import counted, show, shown
 from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import tokens_progress
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.sampling import Sampling
-from kvtool.options import Options, declared, option, redeclared, repeated
+from kvtool.options import Options, Range, declared, option, redeclared, repeated
 from kvtool.system import interrupt
 from kvtool.system.texts import exists, json_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
     from kvtool.policies import PolicySpec
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
-    from kvtool.tasks.results import Groups, Mean, TaskResults
+    from kvtool.tasks.results import TaskResults
     from kvtool.tasks.task import Task
 
     PolicyFor = Callable[[int, int], Policy]
@@ -69,7 +68,6 @@ class _EvalSampling(Options):
         help="Temperature of answers; 0 picks the most likely tokens. Above 0 the other samplers are as "
         f"in kvtool generate: --top-k {GenerationOptions.top_k}, --top-p {GenerationOptions.top_p}, "
         f"--min-p {GenerationOptions.min_p}.",
-        minimum=0,
     )
     seed: int = redeclared(
         GenerationOptions,
@@ -77,7 +75,7 @@ class _EvalSampling(Options):
         0,
         help="Random seed of each answer; needs --temp.",
         default_text=True,
-        minimum=0,
+        valid=Range(0),
         read=None,
     )
 
@@ -96,7 +94,7 @@ class _EvalOptions(Options):
         read=repeated,
     )
     limit: int | None = option(
-        "--limit N", None, "Ask only the first N items.", default_text="all", minimum=1
+        "--limit N", None, "Ask only the first N items.", default_text="all", valid=Range(1)
     )
     chat: bool | None = option(
         "--chat/--raw", None, "Ask in the chat template or as plain text.", default_text="the task's own"
@@ -105,7 +103,7 @@ class _EvalOptions(Options):
         "--max-prompt N",
         None,
         "Cut the middle out of prompts longer than N tokens, unless a fact is hidden in them.",
-        minimum=16,
+        valid=Range(16),
         default_text="the trained context",
     )
     records: str | None = option(
@@ -377,16 +375,10 @@ def _list(*, as_json: bool) -> None:
         return
     rows = []
     for task in listed:
-        params = (f"{key}={_shown(value)}" for key, value in task["params"].items())
+        params = (f"{key}={shown(value)}" for key, value in task["params"].items())
         rows.append((task["name"], task["what"], "\n".join(params)))
     columns = Column("task", style="bold"), "what it asks", "parameters (--set NAME=VALUE)"
     table_console().print(table(columns, rows))
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
 
 
 def _in_short(found: Sequence[Record]) -> str:
@@ -401,7 +393,7 @@ def _finish(task: Task, results: TaskResults, *, as_json: bool) -> None:
 
     means = of_items.means(results.records)
     if errors := [record["error"] for record in results.records if "error" in record]:
-        line = f"{len(errors)} of {_items(len(results))} failed: {errors[0]}"
+        line = f"{len(errors)} of {counted(len(results))} failed: {errors[0]}"
         if len(errors) == len(results):
             raise InputError(line)
         # some items may not fit in the cache under this policy: report the errors, and score all other items
@@ -424,84 +416,4 @@ def _finish(task: Task, results: TaskResults, *, as_json: bool) -> None:
             ]
         typer.echo(json_text({**results.about, **record}))
     else:
-        _print(task, results, means, groups, compared)
-
-
-def _items(n: int) -> str:
-    return f"{n} item{'s' * (n != 1)}"
-
-
-def _policy(about: Record) -> str:
-    budget = f", budget {about['budget']}" if about["budget"] else ""
-    return " ".join([about["policy"], *about["options"]]) + budget
-
-
-def _print(
-    task: Task,
-    results: TaskResults,
-    means: dict[str, Mean],
-    groups: Groups,
-    compared: tuple[Record, dict[str, Mean]] | None,
-) -> None:
-    from kvtool.tasks.results import POLICY
-
-    console, about = table_console(), results.about
-    drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
-    console.print(f"{about['task']}, {_items(len(results))}, {about['model']}, {_policy(about)}{drawn}\n")
-    _print_means(console, means)
-    if compared:
-        baseline, differences = compared
-        others = {name: value for name, value in baseline.items() if name not in POLICY}
-        differing = "".join(f", {name} {_shown(value)}" for name, value in others.items())
-        console.print(f"\nminus {_policy(baseline)}{differing} (first in the file), over the same items:\n")
-        _print_means(console, differences)
-    if more := task.summary(results.records):
-        console.print()
-        for name, value in more.items():
-            console.print(f"{name}: {value:.4g}")
-    if not task.by or not means:
-        return
-    console.print()
-    if len(task.by) == 1:
-        columns, n_left, digits = list(means), 1, 3
-        lines = [(value, [group.get(name) for name in means]) for (value,), group in groups.items()]
-    else:
-        first, digits = next(iter(means)), 2
-        down, columns, grid = _grid(groups, first)
-        n_left = int(isinstance(down[0], str))
-        lines = list(zip(down, grid, strict=True))
-        console.print(f"{first} by {task.by[0]} and {task.by[1]}\n")
-    head = (task.by[0], *map(str, columns))
-    if len(columns) == 1:
-        # also show intervals and numbers of items, because a table with a single score has room for them
-        head = (*head, *_MEAN_COLUMNS[1:])
-        cells = [[str(name), *(_mean_cells(each) if each else ())] for name, (each,) in lines]
-    else:
-        cells = [
-            [str(name), *(f"{each.mean:.{digits}f}" if each else "" for each in of)] for name, of in lines
-        ]
-    console.print(table(head, cells, n_left))
-
-
-def _print_means(console: Console, means: dict[str, Mean]) -> None:
-    rows = [(name, *_mean_cells(score)) for name, score in means.items()]
-    console.print(table(("score", *_MEAN_COLUMNS), rows, 1))
-
-
-_MEAN_COLUMNS = ("mean", "95 % interval", "items")
-
-
-def _mean_cells(score: Mean) -> tuple[str, str, str]:
-    """Return the table cells of a mean, in the order of `_MEAN_COLUMNS`."""
-    between = "-" if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
-    return f"{score.mean:.3f}", between, f"{score.n}"
-
-
-def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:
-    """Return a score's means as a table, for a task that groups its items by two fields (`task.by`).
-
-    The result is (row titles, column titles, rows). Row titles are the values of the first field, and column
-    titles are the values of the second field. A mean is None if no item has both values.
-    """
-    down, across = (sorted({values[i] for values in groups}) for i in range(2))
-    return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]
+        show(task, results, means, groups, compared)

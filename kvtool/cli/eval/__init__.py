@@ -1,0 +1,1 @@
+"""kvtool eval: the command and the tables."""
