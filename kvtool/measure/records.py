@@ -16,7 +16,9 @@ from kvtool.system.files import locked, replacing
 if TYPE_CHECKING:
     import numpy as np
 
+    from kvtool.config.run import RunOptions
     from kvtool.llama.model import Model
+    from kvtool.models.fetch import Progress
 
 Record = Mapping[str, Any]
 """Result as a JSON object."""
@@ -42,6 +44,18 @@ def versions() -> dict[str, str | None]:
 
     library = library_info()
     return {"kvtool": __version__, "llama_cpp_python": library["version"], "patch": library["digest"]}
+
+
+def identity(run: RunOptions, path: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Return the fields that name the model, its adapters and the versions. Raises KvtoolError.
+
+    path: file of the model. progress: shows the hashing of the file.
+    """
+    from kvtool.llama.adapters import identities
+    from kvtool.models.download import sha256
+
+    digest = sha256(path, progress)
+    return {"model": path.name, "model_sha256": digest, "lora": identities(run.adapters), **versions()}
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import bytes_progress, runs_progress, stopping
 from kvtool.cli.texts import File, check_positions, first_tokens, source
-from kvtool.config.run import RunOptions, ScoreOptions
+from kvtool.config.run import ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import CACHE, Options, Range, option
 from kvtool.system.files import can_write
@@ -134,13 +134,14 @@ def compare(
         guard()
         tokens, text_sha256, n_vocab, layers = _read(info, text, grid.max_tokens)
     name = Path(text.name).name
-    identity = _identity(run, info.path) | {"text": name, "text_sha256": text_sha256}
+    with bytes_progress(f"hashing {info.path.name}", piped=False) as progress:
+        identity = records.identity(run, info.path, progress) | {"text": name, "text_sha256": text_sha256}
     shared = archive.with_type(run, info).changed(
         model=str(info.path),
         n_ctx=n_ctx,
         n_batch=run.n_batch or run.default_n_batch,
     )
-    common = of_runs.Common(identity | records.versions(), shared, len(tokens))
+    common = of_runs.Common(identity, shared, len(tokens))
     if not names:
         kinds = _all_kinds(layers)
         names = list(kinds)
@@ -173,16 +174,6 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
     with closing(Model(info.path, no_weights=True)) as model:
         tokens = first_tokens(model, text, max_tokens)
         return tokens, text_sha256(model, tokens), model.n_vocab, model.layers
-
-
-def _identity(run: RunOptions, path: Path) -> dict[str, Any]:
-    """Return a record's fields that name the model and its adapters. path: file of the model."""
-    from kvtool.llama.adapters import identities
-    from kvtool.models.download import sha256
-
-    with bytes_progress(f"hashing {path.name}", piped=False) as progress:
-        model_sha256 = sha256(path, progress)
-    return {"model": path.name, "model_sha256": model_sha256, "lora": identities(run.adapters)}
 
 
 def _all_kinds(layers: Layers) -> dict[str, type[Policy]]:
