@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from kvtool.measure.divergence import Scores
     from kvtool.measure.grid import Run
 
-_MIN_TOKENS = 256
-"""Minimum number of tokens per block, in the mean, for the error of a run's own nll.
-
-Parts of a text differ, in subject and in difficulty, so short blocks depend on each other. In a difference of
-two runs, these variations mostly cancel: its blocks may be shorter.
-"""
-
 Report = Callable[[int, float], None]
 """Function to call after each batch, with the number of tokens scored so far and the sum of their nll."""
 
@@ -140,20 +133,17 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     """
     import numpy as np
 
-    from kvtool.measure import statistics
     from kvtool.measure.statistics import block_sums, mean_of_text, perplexity_of
 
     n, sums = len(nll), block_sums(nll)
-    blocks = statistics.joined(sums, statistics.block_counts(n), _MIN_TOKENS)
-    value, error = statistics.mean_error(*blocks)
-    low, high = (end if end is None else perplexity_of(end) for end in statistics.interval(*blocks))
+    value, error, margin = mean_of_text(sums, n)
     record: dict[str, Any] = {
         "n_scored": n,
         "perplexity": perplexity_of(value),
-        "perplexity_low": low,
-        "perplexity_high": high,
+        "perplexity_low": perplexity_of(value - margin) if margin else None,
+        "perplexity_high": perplexity_of(value + margin) if margin else None,
         "nll": value,
-        "nll_stderr": None if np.isnan(error) else error,
+        "nll_stderr": error,
         "nll_blocks": sums.tolist(),
     }
     names = ("nll_minus_full", "kl", "top1")
