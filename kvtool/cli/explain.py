@@ -242,7 +242,6 @@ def unpinned(noun: str) -> str:
 
 
 def policy_line(engine: Engine, name: str) -> str:
-    """Return a policy's name and parameters."""
     parameters = policies.chosen(engine.policy)
     if engine.model.layers.has_values:
         # leave out `recalled`, because it can be set only for models without values (MLA)

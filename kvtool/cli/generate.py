@@ -224,7 +224,7 @@ class _Answer:
 
 
 def _finish_reason(writer: Writer) -> str:
-    """Return why the answer ended: "loop", "length", "interrupted" (Ctrl-C or a signal) or "stop"."""
+    """One of "loop", "length", "interrupted" (Ctrl-C or a signal) and "stop"."""
     if writer.loop:
         return "loop"
     if writer.is_cut:

@@ -221,7 +221,6 @@ def show(
 
 
 def _json_header(info: ModelInfo) -> dict[str, Any]:
-    """Return the fields of --json about a model's header."""
     return {
         "parts": info.n_part,
         "size": info.size,
@@ -240,7 +239,6 @@ def _json_header(info: ModelInfo) -> dict[str, Any]:
 
 
 def _header_lines(info: ModelInfo) -> list[list[str]]:
-    """Return the table rows about a model's header."""
     return [
         ["size", format_bytes(info.size) + (f" in {info.n_part} files" if info.n_part > 1 else "")],
         ["architecture", info.architecture],
@@ -310,7 +308,6 @@ def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int
 
 
 def _lines(sizes: dict[str, Any]) -> list[list[str]]:
-    """Return the table rows for the sizes that `_sizes` returned."""
     texts = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
     types, n_batch = f"K {sizes['type_k']}, V {sizes['type_v']}", RunOptions.default_n_batch
     lines = [

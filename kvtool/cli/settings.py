@@ -343,14 +343,13 @@ def _keys(flags: Iterable[str]) -> list[str]:
 
 
 def _is_known(key: str, root: Any) -> bool:
-    """Return True if any command has an option with this key."""
     # search the shared options first: importing all commands takes as long as loading a small model
     shared = [option for kind in (RunOptions, GenerationOptions) for option in declared(kind).values()]
     return any(option.is_called(key) for option in shared) or bool(named(key, all_options(root)))
 
 
 def all_options(root: Any) -> list[Any]:
-    """Return the options of all commands. Slow: it imports all commands."""
+    """Slow: it imports all commands."""
     return [param for _, command in all_commands(root) for param in options_of(command)]
 
 

@@ -752,7 +752,7 @@ def test_show_prints_json_and_text_of_a_plain_model(tmp_path):
     for kind in ("q8_0", "Q8_0"):
         shown = show(path, "-ctk", kind)
         assert (shown["cell_bytes"], shown["type_k"]) == (7 * (34 + 64), "q8_0")
-    text = invoke("show", str(path), "--type-k", "f32").stdout
+    text = invoke("show", str(path), "-ctk", "f32").stdout
     assert str(path) in text
     assert "1 2 4 (one per layer)" in text
     assert "plain attention" in text
@@ -763,7 +763,7 @@ def test_show_prints_json_and_text_of_a_plain_model(tmp_path):
     assert "64.0 MiB of cache  1,024 tokens" in text
     assert (
         "too small; the smallest cache takes 336.0 KiB"
-        in invoke("show", str(path), "--type-k", "f32", "--fit", "300KiB").stdout
+        in invoke("show", str(path), "-ctk", "f32", "--fit", "300KiB").stdout
     )
     for word in ("SWA", "shared layers", "recurrent"):
         assert word not in text

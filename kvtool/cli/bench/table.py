@@ -74,7 +74,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _cells(record: Record, wide: bool) -> list[str]:
-    """Return the table cells of a record, without the name in the first column."""
+    """All cells but the name in the first column."""
     cells: list[str] = []
     for name, scale in (("read_tokens_per_s", 1), ("write_tokens_per_s", 1), ("first_s", 1000)):
         value = record[name]

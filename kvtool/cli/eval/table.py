@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def shown(value: object) -> str:
-    """Return the text of a parameter's value."""
     if value is None:
         return "null"
     return ",".join(map(shown, value)) if isinstance(value, tuple) else str(value)
