@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvtool.errors import InputError, KvtoolError
-from kvtool.system.files import locked, replacing
+from kvtool.system.files import locked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,32 +83,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def append(path: Path, record: Record) -> None:
     """Append a record and sync it to the disk. Several processes may append at once. Raises KvtoolError."""
-    with _writing(path), path.open("ab+") as file:
-        # cut off an incomplete last line: a record appended to it would be unreadable
-        file.truncate(_whole_lines(file))
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
-    """Replace the file's records by the result of `change`. If this fails, the file is not changed.
-
-    Meanwhile, other processes wait before they append. Raises KvtoolError.
-    """
-    with _writing(path):
-        records = change(read(path))
-        with replacing(path) as file:
-            for record in records:
-                file.write(json.dumps(record).encode() + b"\n")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Hold the file's lock during the block. Raise KvtoolError if the block raises OSError."""
     try:
-        with locked(path.with_name(path.name + ".lock")):
-            yield
+        with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
+            # cut off an incomplete last line: a record appended to it would be unreadable
+            file.truncate(_whole_lines(file))
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise KvtoolError(f"cannot write {path}: {error.strerror or error}") from None
 

@@ -199,20 +199,15 @@ def test_nll_minus_best_compares_with_the_best_other_run_of_the_budget(common):
         difference = np.subtract(sums[run], sums[best])
         names = [f"nll_minus_best{end}" for end in ("", "_stderr", "_margin")]
         assert [by_run[run][name] for name in names] == [*statistics.mean_of_text(difference, N - 1)]
-    # files of earlier versions have these fields, although they depend on the other runs of a command
-    results.of_run, others = dict(results.compared()[:4]), [dict(by_run[run]) for run in runs[4:]]
-    results.others = others
-    assert results.stored() == [record(common, run, sums[run]) for run in runs]
 
 
-def test_records_of_the_grid_are_reused_and_other_records_kept(common):
+def test_records_of_the_grid_are_reused_and_other_records_ignored(common):
     runs = make(common, ["h2o", "buzz"], ["64"])
     of_other_text = record(replace(common, n_tokens=N + 1), runs[0], blocks(0))
     failed = grid.identity(common, runs[1]) | {"error": "no"}
     succeeded = record(common, runs[1], blocks(1))
     results = ComparisonResults(common, runs)
     results.add([of_other_text, failed, succeeded, failed])
-    assert results.others == [of_other_text]
     assert results.missing() == [runs[0]]
     assert results.failed() == []
     assert results.of_run == {runs[1]: succeeded}

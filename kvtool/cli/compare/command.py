@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
@@ -157,8 +157,6 @@ def compare(
     results = ComparisonResults(common, runs)
     if path:
         results.add(records.read(path))
-        if results.has_other_text():
-            say(f"{path} also has results of another text that is called {name}; they are not used")
     say(why_not)
     full = None if why_not else of_runs.full_run(common, info.n_ctx_train, layers)
     with output.stopped_by_signals():
@@ -304,15 +302,6 @@ def _finish(
     as_json: bool,
     has_full: bool,
 ) -> None:
-    if path:
-        from kvtool.measure import records
-
-        def order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            # the file may have new records of another process, so use these records as well
-            results.add(records)
-            return results.stored()
-
-        records.rewrite(path, order)
     rows = results.compared()
     text = results.common.what["text"]
     if as_json:

@@ -12,7 +12,7 @@ from kvtool.engine.sizes import pad
 from kvtool.errors import InputError
 from kvtool.measure import records
 from kvtool.system import interrupt
-from lab.papers import ruler
+from lab.papers import ruler, runner
 from lab.papers.ruler import PolicyRow
 from tests import tiny
 
@@ -153,7 +153,7 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     ruler.main([*command, *rows])
     assert out.read_bytes() == before
     # each prompt is read once for all rows, even if some rows already have a result for this prompt
-    records.rewrite(
+    runner.rewrite(
         out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
     )
     read = []
