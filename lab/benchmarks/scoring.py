@@ -62,7 +62,9 @@ def main() -> None:
 
         def scored(name: str) -> float:
             budget = None if name == "full" else str(args.budget)
-            run = ScoreOptions(name, budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads)
+            run = ScoreOptions(
+                policy=name, budget=budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads
+            )
             reference = Path(folder) / "full.ref"
             with open_run(run, length=lambda model: len(tokens)) as opened:
                 return measure(opened.engine, tokens, reference, writes=name == "full")["cpu_s"]
