@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine as Engine
     from kvtool.engine.settings import Settings as Settings
     from kvtool.errors import KvtoolError as KvtoolError
-    from kvtool.llama.model import Model as Model
+    from kvtool.llama.loaded.model import Model as Model
     from kvtool.policy import Policy as Policy
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ _MODULES = {
     "Conversation": "chats.conversation",
     "Engine": "engine.loop",
     "KvtoolError": "errors",
-    "Model": "llama.model",
+    "Model": "llama.loaded.model",
     "Policy": "policy",
     "RunOptions": "config.run",
     "Settings": "engine.settings",

@@ -16,7 +16,7 @@ from kvtool.chats.prompt import template_of, wants_bos
 from kvtool.chats.writer import Writer, checked_limit
 from kvtool.engine.loop import Engine
 from kvtool.errors import UsageError, suggestion
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.fetch import Progress

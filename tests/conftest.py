@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from functools import partial
+from zlib import crc32
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -62,13 +63,14 @@ def _shared(items):
     """Return the items to run without --long: all unmarked items, and some items that have a `share` mark.
 
     The mark share(n, *names) chooses n items of each case. A case consists of the items that differ only in
-    the parameters `names` (default: SIZES). The choice starts at a different item in each case, so that the
-    cases together try all sizes.
+    the parameters `names` (default: SIZES). The choice starts at an item that depends on the case's name: the
+    cases together try all sizes, and a new case does not change what other cases run. share(0): only --long
+    runs the test.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
     chosen = set(items) - set(marks)
-    for turn, case in enumerate(_cases(marks, lambda item: marks[item].args[1:] or SIZES)):
-        n = marks[case[0]].args[0]
+    for case in _cases(marks, lambda item: marks[item].args[1:] or SIZES):
+        n, turn = marks[case[0]].args[0], crc32(case[0].name.encode())
         chosen.update(case[(turn + i * len(case) // n) % len(case)] for i in range(n))
     return chosen
 

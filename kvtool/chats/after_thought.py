@@ -10,12 +10,12 @@ import numpy as np
 
 from kvtool.chats.stops import n_begun
 from kvtool.chats.thinking import Tags
-from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
-from kvtool.llama.triggered import Triggered
+from kvtool.llama.grammar.constraint import Constraint, Matcher, Vocabulary
+from kvtool.llama.grammar.triggered import Triggered
 
 if TYPE_CHECKING:
     from kvtool.chats.template import Template
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.llama.sampler import Around
 
 _MAX_BREAKS = 2

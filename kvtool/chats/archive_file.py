@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvtool.errors import SessionError
-from kvtool.llama.segment import (
+from kvtool.llama.cache.segment import (
     LISTS,
     TABLE,
     Clusters,
@@ -51,7 +51,7 @@ from kvtool.system.files import create, set_aside, temporary, write_all
 
 if TYPE_CHECKING:
     from kvtool.engine.checkpoints import Checkpoint
-    from kvtool.llama.archive import Archive
+    from kvtool.llama.cache.archive import Archive
 
 FORMAT = 1
 """Format number; increased when the meaning of the file's contents changes."""
@@ -557,7 +557,7 @@ class ArchivedArrays(Mapping[str, np.ndarray]):
         return np.concatenate(parts)
 
     def pieces(self, layer: int) -> list[tuple[int, np.ndarray]]:
-        """Return (first position, bytes) of each piece of a layer's array: see `llama.segment.pieces`."""
+        """Return (first position, bytes) of each piece of a layer's array: see `segment.pieces`."""
         n_bytes, before = self._layers[layer], sum(self._layers[:layer])
         pieces = []
         for segment, offset in self._segments.items():

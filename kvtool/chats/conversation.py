@@ -29,7 +29,7 @@ from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, withou
 from kvtool.chats.undo import Copy, LastTurn, Mark, UndoPoint, UndoStack, turn_label
 from kvtool.chats.writer import Writer, checked_limit, n_equal
 from kvtool.errors import SessionError, UsageError
-from kvtool.llama.archive import Archive
+from kvtool.llama.cache.archive import Archive
 from kvtool.system.files import temporary
 from kvtool.system.interrupt import delayed
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtool.chats.marks import tokens_of
 from kvtool.chats.template import Message, Template
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 
 _MORE = 2
 """`Header.ends` compares this many tokens at the end of `Header.kept`, and all tokens after `Header.kept`.

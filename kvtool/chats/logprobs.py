@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.llama.decoder import check_finite
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import check_finite
+from kvtool.llama.loaded.model import Model
 
 _IMPOSSIBLE = -9999.0
 """OpenAI's log-probability of a token whose probability is 0, because JSON has no infinity."""

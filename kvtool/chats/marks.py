@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.llama.markers import Markers
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.markers import Markers
+from kvtool.llama.loaded.model import Model
 
 JOINT, CUT = "\U00010877", "\U00010878"
 """The marks are two ornaments of the Palmyrene script. Jinja filters and Python's repr do not change them.

@@ -13,7 +13,7 @@ from kvtool.chats.marks import tokens_of
 from kvtool.chats.template import GEMMA, RAW, Message, Template, TemplateError
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, ModelError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.system.texts import read_text
 
 _MARKS = ("x", "y")

@@ -26,7 +26,7 @@ import numpy as np
 from kvtool.chats import archive_file
 from kvtool.chats.archive_file import ArchivedArrays, with_archive
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CHECKPOINTS, SEGMENTS, TABLE
+from kvtool.llama.cache.segment import CHECKPOINTS, SEGMENTS, TABLE
 from kvtool.system import files
 from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.files import LOCK, is_locked, locked, replacing

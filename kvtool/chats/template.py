@@ -25,7 +25,7 @@ from kvtool.chats.marks import CUT, JOINT, marked
 from kvtool.chats.roles import Roles
 from kvtool.chats.thinking import THINK, Tags, tags_in
 from kvtool.errors import ModelError
-from kvtool.llama.markers import Markers
+from kvtool.llama.loaded.markers import Markers
 
 Message = dict[str, str]
 

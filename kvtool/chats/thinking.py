@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtool.chats.stops import n_begun
 
 if TYPE_CHECKING:
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
 
 
 class Tags(NamedTuple):

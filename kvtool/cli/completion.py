@@ -19,10 +19,10 @@ _FIRST = b"kvtool session"
 
 
 def policies(incomplete: str) -> list[str]:
-    """Return names of policies, including policies of other packages."""
+    """Return names of policies."""
     from kvtool import policies as known
 
-    return _from(incomplete, [*known.names(), *known.installed()])
+    return _from(incomplete, known.names())
 
 
 def parameters(context: typer.Context, incomplete: str) -> list[str]:

@@ -83,7 +83,7 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
     from kvtool.build.sources import patch_digest, patches_dir
 
     try:
-        from kvtool.llama.devices import library_info
+        from kvtool.llama.libllama.devices import library_info
 
         library = library_info()
     except LibraryError as error:
@@ -101,9 +101,7 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
         again = "git checkout -- patches" if checkout() else "pip install --force-reinstall kvtool"
         wrong(f"the patch files cannot be read: {error}", again)
         return library
-    if not library["patched"]:
-        wrong("llama.cpp is not patched; only policies that read no attention run", _BUILD)
-    elif library["abi"] != library["abi_wanted"]:
+    if library["abi"] != library["abi_wanted"]:
         has = f"the library has version {library['abi']} of kvtool's C API"
         wrong(f"{has}, this kvtool needs {library['abi_wanted']}", _BUILD)
     elif library["digest"] != library["digest_wanted"]:
@@ -116,15 +114,11 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
 def _text(state: dict[str, Any]) -> str:
     lines = []
     if library := state["library"]:
-        patch = f"patched, C API {library['abi']}" if library["patched"] else "not patched"
-        lines.append(f"llama.cpp   llama-cpp-python {library['version']}, {patch}")
+        lines.append(f"llama.cpp   llama-cpp-python {library['version']}, patched, C API {library['abi']}")
         lines.append(f"            {library['path']}")
-        if library["digest"]:
-            lines.append(f"            digest {library['digest'][:16]}")
+        lines.append(f"            digest {library['digest'][:16]}")
         if library["portable"]:
             lines.append("            built for all CPUs; llama.cpp chooses the fitting code when it starts")
-        if library["unused"]:
-            lines.append(f"            llama-cpp-python {library['unused']} is installed too, and not used")
         if library["cmake_args"]:
             lines.append(f"            built with {library['cmake_args']}")
         for device in library["devices"]:

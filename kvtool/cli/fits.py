@@ -52,7 +52,7 @@ def room() -> Room:
     gpus = [0]
     # this fails if llama.cpp is not installed; then use no GPU
     with suppress(KvtoolError):
-        from kvtool.llama.devices import devices
+        from kvtool.llama.libllama.devices import devices
 
         gpus += [device["memory_total"] * 9 // 10 for device in devices() if device["type"] == "gpu"]
     # subtract _OTHER_BYTES, and leave a fifth of the rest for the cache, compute buffers and repacked weights

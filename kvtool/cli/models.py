@@ -272,8 +272,8 @@ def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
         return None, reason
     try:
         # these imports fail if llama.cpp is not installed
-        from kvtool.llama.crash import guard
-        from kvtool.llama.model import Model
+        from kvtool.llama.libllama.crash import guard
+        from kvtool.llama.loaded.model import Model
 
         guard()
         with closing(Model(info.path, no_weights=True)) as model:

@@ -58,7 +58,7 @@ def perplexity(
     from kvtool import policies
     from kvtool.config.opening import check_read_once, open_run
     from kvtool.config.report import line, report
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure.records import text_sha256, versions
     from kvtool.measure.statistics import perplexity_of
     from kvtool.system.memory import peak_rss_bytes

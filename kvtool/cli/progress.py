@@ -15,7 +15,7 @@ from kvtool.system import interrupt
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
 
-    from kvtool.llama.archive import Archive
+    from kvtool.llama.cache.archive import Archive
     from kvtool.measure.grid import Run
 
 _SOON_S = 0.5

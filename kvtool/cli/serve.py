@@ -89,15 +89,6 @@ class _ServeOptions(Options):
         "Maximum time for receiving the body of a request, in seconds.",
         valid=Range(0.1),
     )
-    strict_model: bool = _serving(
-        "--strict-model", False, "Refuse requests that name a model other than the running one."
-    )
-    keep_headers: bool = _serving(
-        "--keep-headers", False, "Keep the header line that Claude Code puts before its system prompt."
-    )
-    pin: bool = _serving(
-        "--pin", False, "Pin system prompts and tools with recall as well; other policies always do."
-    )
     metrics: bool = _serving("--metrics", False, "Serve metrics for Prometheus at /metrics.")
 
 
@@ -126,7 +117,7 @@ def serve(
     run = of_model(typed_run, model_name)
 
     # import this first: if llama.cpp and a package are both missing, report llama.cpp
-    import kvtool.llama.bindings  # noqa: F401
+    import kvtool.llama.libllama.bindings  # noqa: F401
 
     try:
         from kvtool.serve.http.server import serve as answer
@@ -135,7 +126,7 @@ def serve(
 
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
-    from kvtool.llama import endpoints
+    from kvtool.llama.libllama import endpoints
 
     address = endpoints.address(serving.host)
     is_local, max_bytes = endpoints.is_loopback(address), parse_bytes(serving.sessions_bytes)
@@ -196,8 +187,6 @@ def _site(
             generation.n,
             generation.seed,
             prompt,
-            model=name if serving.strict_model else None,
-            keep_headers=serving.keep_headers,
             thinking=ThinkingOptions(effort=generation.think, name="--think", budget=generation.think_budget),
         ),
         Limits(
@@ -270,7 +259,6 @@ def _opened(
                 chats,
                 overflow=serving.overflow,
                 meta=partial(meta_of, fixed=fixed, kept=kept),
-                pins=serving.pin,
                 batcher=batcher,
             )
 
@@ -313,7 +301,7 @@ def _share_memory(first: Engine, n: int) -> int:
 def _another_engine(first: Engine) -> Engine:
     """Return an engine like the first, with the same limits. Raises OutOfMemory."""
     from kvtool.engine.loop import Engine
-    from kvtool.llama.devices import has_gpu
+    from kvtool.llama.libllama.devices import has_gpu
 
     n_bytes = first.cache_bytes + first.state_bytes
     # without a GPU, check the free memory, because Linux lets a process allocate more than there is.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvtool.engine.loop import Engine
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
 
 File = Annotated[
     str | None,

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from kvtool.cli.declared import options
 from kvtool.errors import LibraryError, UsageError
-from kvtool.llama import endpoints
+from kvtool.llama.libllama import endpoints
 from kvtool.options import Options, Range, option
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
@@ -63,9 +63,9 @@ def worker(*, args: _WorkerOptions) -> None:
     # first listen at the port here, because ggml would not say why listening fails
     listener(address, port).close()
 
-    from kvtool.llama.crash import guard
-    from kvtool.llama.log import set_verbose
-    from kvtool.llama.workers import served, server
+    from kvtool.llama.libllama.crash import guard
+    from kvtool.llama.libllama.log import set_verbose
+    from kvtool.llama.libllama.workers import served, server
 
     set_verbose(args.verbose > 1)
     guard()

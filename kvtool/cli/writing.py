@@ -64,7 +64,7 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
     If parts of the JSON schema cannot be enforced, report this on stderr.
     """
     if generation.json_schema is not None:
-        from kvtool.llama import schema
+        from kvtool.llama.grammar import schema
 
         if names := schema.enforced_text(generation.json_schema).not_held:
             say(f"the schema's {', '.join(names)} cannot be enforced; check the JSON for that")

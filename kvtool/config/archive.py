@@ -76,7 +76,7 @@ def with_type(run: R, info: ModelInfo) -> R:
     info: header of the model.
     """
     # imported here, because the import loads llama.cpp
-    from kvtool.llama.devices import has_gpu
+    from kvtool.llama.libllama.devices import has_gpu
 
     if run.archive_type != "auto":
         return run

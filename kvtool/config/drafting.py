@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtool.drafts.model import ModelDraft
     from kvtool.drafts.mtp import MtpDraft
     from kvtool.engine.loop import Engine
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import ALL_LAYERS, RunOptions
 from kvtool.errors import OutOfMemory, UsageError
-from kvtool.llama.placement import Placement
+from kvtool.llama.loaded.placement import Placement
 from kvtool.models import resolve
 from kvtool.models.header import ModelInfo, read
 from kvtool.models.weights import EXPERTS, PlacedWeights, place
 
 if TYPE_CHECKING:
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
 
 _MARGIN = 2**30
 """Number of bytes on each GPU that --gpu-layers auto leaves free for compute buffers, as in llama.cpp."""
@@ -68,15 +68,15 @@ def opened_on_model(
     say: function that prints a line. It is called if not all weights fit on the GPU, or if an option that
     places tensors matches no tensor.
     """
-    from kvtool.llama import crash
-    from kvtool.llama.log import set_verbose
-    from kvtool.llama.model import Model
+    from kvtool.llama.libllama import crash
+    from kvtool.llama.libllama.log import set_verbose
+    from kvtool.llama.loaded.model import Model
 
     set_verbose(run.verbose > 1)
     if guarded:
         crash.guard()
     if run.workers:
-        from kvtool.llama.workers import add_rpc
+        from kvtool.llama.libllama.workers import add_rpc
 
         add_rpc(*run.workers)
 
@@ -143,7 +143,7 @@ def _fitted_to_gpu(
 
     share: share of the free memory that is used.
     """
-    from kvtool.llama.devices import gpu_free_bytes, gpus
+    from kvtool.llama.libllama.devices import gpu_free_bytes, gpus
 
     is_open = run.gpu_layers is None and run.placement == Placement() and not run.workers
     if not is_open or not (free := int(gpu_free_bytes() * share)):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from kvtool import policies
 from kvtool.config.run import ALL_LAYERS, RunOptions
-from kvtool.errors import LibraryError
 from kvtool.options import declared
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
-    from kvtool.policy import Policy
 
 R = TypeVar("R", bound=RunOptions)
 
@@ -38,7 +34,7 @@ def gpu_note(run: RunOptions) -> str | None:
 
     Call this after workers are added, because the GPUs of workers are also used.
     """
-    from kvtool.llama.devices import has_gpu
+    from kvtool.llama.libllama.devices import has_gpu
 
     options = {name: getattr(run, name) for name in ("gpu_layers", "tensor_split", "main_gpu")}
     options["split_mode"] = None if run.split_mode == "layer" else run.split_mode
@@ -54,33 +50,3 @@ def resident_note(engine: Engine) -> str | None:
     """Return a note if --resident was given and the device cannot hold archived tokens, else None."""
     why = engine.residents.obstacle
     return f"--resident {engine.settings.resident} does nothing: {why}" if why else None
-
-
-def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
-    """Return a note if llama.cpp is not patched, else None.
-
-    Raises LibraryError if llama.cpp is not patched and a policy needs the patch.
-
-    kinds: the policies of the run, by name.
-    """
-    from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
-
-    if is_patched():
-        return None
-    plain = ", ".join(runnable())
-    if needing := [name for name, kind in kinds.items() if kind.needs_patch()]:
-        raise LibraryError(
-            f"{UNPATCHED}, which {', '.join(needing)} needs; {HOW_TO_BUILD}, or choose one of {plain}"
-        )
-    return (
-        f"{UNPATCHED}: only {plain} run, and all KV heads keep the same tokens; for the rest {HOW_TO_BUILD}"
-    )
-
-
-def runnable() -> dict[str, type[Policy]]:
-    """Return the built-in policies that the installed llama.cpp can run. The first is `full`."""
-    from kvtool.llama.library import is_patched
-
-    kinds = {name: policies.load(name) for name in policies.names()}
-    can_run = {name: kind for name, kind in kinds.items() if is_patched() or not kind.needs_patch()}
-    return dict(sorted(can_run.items(), key=lambda item: item[1].evicts))

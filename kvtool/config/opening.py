@@ -12,7 +12,7 @@ from kvtool import policies
 from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens, uses_mtp
 from kvtool.config.model import Find, find_model, opened_on_model
-from kvtool.config.notes import gpu_note, patch_note, resident_note, within_context
+from kvtool.config.notes import gpu_note, resident_note, within_context
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
@@ -23,7 +23,7 @@ from kvtool.units import PLAIN, parse_bytes
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.policy import Policy
 
 
@@ -84,7 +84,6 @@ def open_run(
     from kvtool.engine.checks import for_model
     from kvtool.engine.loop import Engine
 
-    patch = patch_note({spec.name: spec.kind})
     n_cell = fitted.policy.n_live + fitted.n_batch if fitted else min(n_ctx, _N_CELL)
     if run.resident and spec.kind.has_recall():
         n_cell += residents.n_cells(run.resident, n_ctx)
@@ -116,7 +115,7 @@ def open_run(
         n_cell=n_cell,
         say=placed_notes.append,
     ) as (engine, own, own_notes):
-        notes = [*limits, patch, gpu_note(run), *placed_notes, *own_notes]
+        notes = [*limits, gpu_note(run), *placed_notes, *own_notes]
         try:
             yield Opened(engine, info, own, [note for note in notes if note])
         finally:

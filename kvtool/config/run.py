@@ -9,8 +9,14 @@ from typing import ClassVar
 
 from kvtool.engine.settings import FLASH, POSITIONS, PREFILLS
 from kvtool.errors import UsageError
-from kvtool.llama.adapters import Adapter, adapter_texts
-from kvtool.llama.placement import SPLIT_MODES, Placement, experts_pattern, parse_overrides, parse_shares
+from kvtool.llama.loaded.adapters import Adapter, adapter_texts
+from kvtool.llama.loaded.placement import (
+    SPLIT_MODES,
+    Placement,
+    experts_pattern,
+    parse_overrides,
+    parse_shares,
+)
 from kvtool.options import (
     ARCHIVE,
     CACHE,
@@ -313,7 +319,7 @@ class RunOptions(Options):
         if self.rpc is None:
             return ()
         # imported here, because it imports `socket`, and most runs have no workers
-        from kvtool.llama import endpoints
+        from kvtool.llama.libllama import endpoints
 
         return tuple(endpoints.parse(self.rpc))
 

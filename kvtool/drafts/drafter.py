@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtool.drafts.draft_length import DraftLength
 from kvtool.drafts.lookup import Lookup
-from kvtool.llama.constraint import Constraint
+from kvtool.llama.grammar.constraint import Constraint
 
 
 class Source(Protocol):

@@ -11,8 +11,8 @@ from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import MAX_DRAFT, Settings
 from kvtool.errors import UsageError
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.loaded.model import Model
 
 _BUDGET, _EVICT_EVERY = 256, 64
 """Budget of the draft model's cache in cells, and number of tokens between evictions."""

@@ -10,7 +10,7 @@ import numpy as np
 from kvtool.drafts.model import likely_tokens
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import MAX_DRAFT
-from kvtool.llama.mtp import MtpContext, output_hidden, read_hidden
+from kvtool.llama.cache.mtp import MtpContext, output_hidden, read_hidden
 
 N_CELL = 512
 """Cells of the MTP layers' cache."""

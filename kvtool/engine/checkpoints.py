@@ -15,7 +15,7 @@ import numpy as np
 from kvtool.engine import snapshot
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.errors import SessionError, UsageError
-from kvtool.llama.segment import SavedCheckpoint, checkpoint_name, listed
+from kvtool.llama.cache.segment import SavedCheckpoint, checkpoint_name, listed
 from kvtool.system.arrays import arrays_in, parts_of
 from kvtool.system.memory import free_bytes
 
@@ -111,7 +111,7 @@ class Checkpoints:
         if max_bytes == 0 or not (self.are_whole or (cache.context.fixed_state and cache.keeps_all)):
             return
         n_bytes = self._max_bytes
-        if cache.context.kv_offload and cache.context.model.is_on_gpu:
+        if cache.context.model.is_on_gpu:
             self.spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
         if max_bytes is None:
             n_free = free_bytes()
@@ -136,7 +136,7 @@ class Checkpoints:
         if not self.are_whole:
             return n_fixed
         n_live, n_cell, pos = cache.policy.n_live, context.n_cell, cache.rows.pos
-        n_cells = n_live * sum(map(context.cell_bytes, range(len(cache.layer_cells))))
+        n_cells = n_live * sum(cache.cell_bytes)
         tables = 2 * pos.nbytes + sum(array.nbytes for array in cache.state)
         signals = context.signal_bytes(np.full_like(cache.layer_cells, n_live))
         return n_cells + n_live * tables // n_cell + signals + n_fixed + _NAMES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.models.layers import Layers
 from kvtool.policy import Policy
 from kvtool.units import archive_types
@@ -42,7 +42,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
             "--prefill exact needs the same type for archived keys and values, and not iq4_nl; choose "
             "--archive-type q8_0, or --prefill stream"
         )
-    if policy.evicts and layers.only_full:
+    if layers.only_full and (policy.evicts or policy.reads or policy.ragged):
         raise UsageError(f"this model runs only with --policy full: {layers.only_full}")
     if settings.n_draft and not layers.can_drop:
         raise UsageError("this model cannot drop draft tokens; choose n_draft 0")

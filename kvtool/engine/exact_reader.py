@@ -14,7 +14,7 @@ import numpy as np
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import pad
-from kvtool.llama.devices import gpu_free_bytes
+from kvtool.llama.libllama.devices import gpu_free_bytes
 
 _MIN_TOKENS = 64
 """Minimum number of tokens to read exactly, unless the settings ask for exact reading.

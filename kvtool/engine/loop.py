@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from kvtool.engine import snapshot
-from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.cells import Cells
 from kvtool.engine.checkpoints import Checkpoints
 from kvtool.engine.checks import check, for_model, how_read
@@ -23,8 +22,8 @@ from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
 from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
-from kvtool.llama.context import Context
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import Policy, State
 from kvtool.policy.checks import check_whole
 from kvtool.system.interrupt import delayed
@@ -267,29 +266,19 @@ class Engine:
     # texts
 
     @delayed
-    def read(
-        self,
-        tokens: np.ndarray,
-        stopped: Callable[[], bool] = lambda: False,
-        cached: CachedPrompt | None = None,
-    ) -> int:
+    def read(self, tokens: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> int:
         """Decode a text i32[n] of any length; its last token gives logits.
 
         See `reads_whole` and `n_exact` for other ways of reading.
 
-        stopped
-            Called before each part of a step. Reading ends if it returns True.
-        cached
-            A prompt that another stream has read. If the text is this prompt, its cells are copied instead of
-            computed. The model and the cache types must be the same, and no token may be evicted before the
-            end of the prompt.
+        stopped: called before each part of a step. Reading ends if it returns True.
 
         Returns the number of tokens that were read; with whole reading, n or 0. Raises the errors of `step`.
         """
         stopped = _or_interrupted(stopped)
         if self.reads_whole(len(tokens)):
             try:
-                return self._read_whole(_checked(tokens, self.model.n_vocab), stopped, cached)
+                return self._read_whole(_checked(tokens, self.model.n_vocab), stopped)
             except (LibraryError, OutOfMemory):
                 if self.prefill == "whole":
                     raise
@@ -303,10 +292,6 @@ class Engine:
                 # another way
                 return (done or 0) + self.read(tokens[done or 0 :], stopped)
             return done
-        fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
-        if cached and fits_in and cached.fits(self.cache, tokens):
-            n = cached.put(self.cache)
-            return n + self.read(tokens[n:], stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
             done = next(steps).stop
@@ -391,14 +376,12 @@ class Engine:
     def _gpu_has_room(self, n: int) -> bool:
         return not self._is_refused(n) and self.whole_reader.gpu_has_room(n)
 
-    def _read_whole(
-        self, tokens: np.ndarray, stopped: Callable[[], bool], cached: CachedPrompt | None
-    ) -> int:
+    def _read_whole(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
         """Decode a prompt i32[n] without an eviction, then compress it once. Returns n, or 0 if stopped."""
         # make no copies of the whole cache now: the policy has no state before the prompt is compressed
         self.checkpoints.is_paused = self.checkpoints.are_whole
         try:
-            return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped), cached)
+            return self.whole_reader.read(tokens, partial(self._decode_text, stopped=stopped))
         finally:
             self.checkpoints.is_paused = False
             # after a stop or an error the cache is empty, so drop the checkpoints that were made until then

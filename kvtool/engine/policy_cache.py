@@ -17,7 +17,7 @@ from kvtool.errors import PlanError, UsageError
 from kvtool.policy import Merge, Plan, Policy, Signal, State, View
 
 if TYPE_CHECKING:
-    from kvtool.llama.sequence import AnyContext
+    from kvtool.llama.cache.full_context import AnyContext
 
 _Answer = TypeVar("_Answer")
 
@@ -164,6 +164,11 @@ class PolicyCache:
         archives = self.context.archive or not self.policy.evicts
         can_remove = not self.context.model.layers.only_full
         return bool(archives and can_remove and not self.state and self.policy.reads == Signal.NONE)
+
+    @property
+    def cell_bytes(self) -> list[int]:
+        """Size of the K and V of a cell in each layer, in bytes."""
+        return [self.context.cell_bytes(layer) for layer in range(len(self.layer_cells))]
 
     def ask(self, method: Callable[..., _Answer], *args: object) -> _Answer:
         """Call a method of the policy. Any error but KvtoolError becomes a PlanError."""

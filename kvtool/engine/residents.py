@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, StreamEnd
-from kvtool.llama.segment import N_BLOCK
+from kvtool.llama.cache.segment import N_BLOCK
 
 _LIMITS = (0.0125, 0.04)
 """Smallest and largest limit for the share of attention that a step may miss (see `Archive.missed`).

@@ -80,8 +80,6 @@ class Settings:
         Flash attention: "on", "off" or "auto".
     n_threads
         Number of CPU threads. Default: one per core.
-    kv_offload
-        True if the cache is on the devices that compute the layers; False if it is in host memory.
 
     Raises
     ------
@@ -106,7 +104,6 @@ class Settings:
     checkpoints: int | None = None
     flash: str = "auto"
     n_threads: int | None = None
-    kv_offload: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

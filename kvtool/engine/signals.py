@@ -12,7 +12,7 @@ from kvtool.errors import PlanError
 from kvtool.policy import PER_CELL, Signal
 
 if TYPE_CHECKING:
-    from kvtool.llama.sequence import AnyContext
+    from kvtool.llama.cache.full_context import AnyContext
 
 
 _QUERIES = ("queries", "queries_pos")

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtool.engine.settings import Settings
-from kvtool.errors import LibraryError, UsageError
-from kvtool.llama.archive import ArchiveSettings
-from kvtool.llama.context import Context
-from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
-from kvtool.llama.model import Model
+from kvtool.errors import UsageError
+from kvtool.llama.cache.archive import ArchiveSettings
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.model import Model
 from kvtool.models.layers import PAD
 from kvtool.policy import Policy, SignalRequest
 
 if TYPE_CHECKING:
-    from kvtool.llama.sequence import AnyContext
+    from kvtool.llama.cache.full_context import AnyContext
 
 _N_DEFER = 32
 """Maximum tokens whose signals are computed together. A higher limit saves little time, but takes memory."""
@@ -69,7 +68,7 @@ def _chunk(policy: Policy, settings: Settings, model: Model) -> int:
         return 0
     if settings.prefill == "exact":
         return settings.n_batch
-    on_gpu = settings.prefill is None and settings.kv_offload and model.is_on_gpu
+    on_gpu = settings.prefill is None and model.is_on_gpu
     return max(settings.n_batch, _N_CHUNK) if on_gpu else 0
 
 
@@ -83,8 +82,7 @@ def open_context(
 ) -> AnyContext:
     """Make an empty cache that computes the signals of a policy's request.
 
-    Raises UsageError if the cache needs more cells than the model allows (`Layers.max_cells`). Raises
-    LibraryError if the policy or the settings need the patch, but the library is unpatched.
+    Raises UsageError if the cache needs more cells than the model allows (`Layers.max_cells`).
     """
     n_cell = sizes.n_start
     # ragged rows begin with fewer than n_live cells, and grow later
@@ -94,46 +92,38 @@ def open_context(
         "type_v": settings.type_v,
         "flash": settings.flash,
         "n_threads": settings.n_threads,
-        "kv_offload": settings.kv_offload,
         "n_output": max(settings.n_output, settings.n_draft + 1),
     }
-    if is_patched() and not model.layers.only_full:
-        fills_all = policy.recall and model.layers.has_values
-        context = Context(
-            model,
-            n_cell,
-            max(settings.n_batch, sizes.n_chunk),
-            request,
-            ragged=policy.ragged,
-            # steps fill all cells after the live cells, including the cells that `pad` has added
-            n_filled=n_cell - policy.n_live if fills_all else 0,
-            n_draft=settings.n_draft,
-            repeats=bool(policy.recall and settings.resident),
-            n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
-            archive=ArchiveSettings(
-                settings.archive_type,
-                n_near=sizes.n_ctx // 2,
-                n_max=settings.archive,
-                max_bytes=settings.archive_bytes,
-                file=settings.archive_file,
-            ),
-            **how,
-        )
-        if policy.reconstruction:
-            # turn signals off: the policy reads only those of the reconstruction pass, which turns them on
-            context.watch(on=False)
-        return context
-    needs = ""
-    if policy.needs_patch():
-        needs = f"the policy {type(policy).__name__}"
-    elif (settings.prefill or policy.prefill) == "whole":
-        needs = "reading a prompt whole, without --prefill stream,"
-    if needs and not is_patched():
-        raise LibraryError(f"{UNPATCHED}, which {needs} needs; {HOW_TO_BUILD}")
-    # imported here, because most chats do not need this module
-    from kvtool.llama.sequence import SequenceContext
+    if model.layers.only_full:
+        # imported here, because most chats do not need this module
+        from kvtool.llama.cache.full_context import FullContext
 
-    return SequenceContext(model, n_cell, settings.n_batch, **how)
+        return FullContext(model, n_cell, settings.n_batch, **how)
+    fills_all = policy.recall and model.layers.has_values
+    context = Context(
+        model,
+        n_cell,
+        max(settings.n_batch, sizes.n_chunk),
+        request,
+        ragged=policy.ragged,
+        # steps fill all cells after the live cells, including the cells that `pad` has added
+        n_filled=n_cell - policy.n_live if fills_all else 0,
+        n_draft=settings.n_draft,
+        repeats=bool(policy.recall and settings.resident),
+        n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
+        archive=ArchiveSettings(
+            settings.archive_type,
+            n_near=sizes.n_ctx // 2,
+            n_max=settings.archive,
+            max_bytes=settings.archive_bytes,
+            file=settings.archive_file,
+        ),
+        **how,
+    )
+    if policy.reconstruction:
+        # turn signals off: the policy reads only those of the reconstruction pass, which turns them on
+        context.watch(on=False)
+    return context
 
 
 def _check_index(model: Model, n_cell: int) -> None:

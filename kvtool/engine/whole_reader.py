@@ -9,13 +9,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import pad
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
-from kvtool.llama.context import Context
-from kvtool.llama.devices import gpu_free_bytes
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _MIN_ROOM = 256
@@ -87,8 +86,7 @@ class WholeReader:
     def n_bytes(self, n: int) -> int:
         """Return the size of K and V in bytes while a prompt of n tokens is read."""
         context = self._cache.context
-        cell_bytes = sum(map(context.cell_bytes, range(len(context.layer_cells))))
-        return context.cache_bytes + (self.n_cells(n) - context.n_cell) * cell_bytes
+        return context.cache_bytes + (self.n_cells(n) - context.n_cell) * sum(self._cache.cell_bytes)
 
     def signal_bytes(self, n: int) -> int:
         """Return the size of signals and queries in bytes while a prompt of n tokens is read."""
@@ -113,18 +111,15 @@ class WholeReader:
         most half of the free memory.
         """
         settings, model = self._settings, self._cache.context.model
-        if settings.prefill or not (self._cache.policy.recall and settings.kv_offload and model.is_on_gpu):
+        if settings.prefill or not (self._cache.policy.recall and model.is_on_gpu):
             return False
         return self.fits(n) and 2 * self.n_bytes(n) <= gpu_free_bytes(model.only_gpu)
 
-    def read(self, tokens: np.ndarray, decode: DecodeText, cached: CachedPrompt | None = None) -> int:
+    def read(self, tokens: np.ndarray, decode: DecodeText) -> int:
         """Decode a prompt i32[n] into a cache that holds all of it, and let the policy compress it once.
 
         A prompt longer than the context is decoded in segments that do not attend to each other (BumbleBee
         6.4). If the policy has a reconstruction pass, each segment is then read a second time.
-
-        cached: a prompt that another engine has read. If it is the same prompt, its keys, values and signals
-        are reused.
 
         Returns n, or 0 if stopped. After a stop or an error, the cache is empty, but `n_pinned` and `n_held`
         are unchanged. Raises StreamEnd or UsageError if whole reading is impossible. Also raises the errors
@@ -134,8 +129,7 @@ class WholeReader:
         segments = np.array_split(tokens, self.n_segments(n))
         self._check(n, len(segments))
         try:
-            fits = cached and len(segments) == 1 and cached.fits(cache, tokens)
-            signals = self._decode(segments, decode, cached if fits else None)
+            signals = self._decode(segments, decode)
             if signals is None:
                 cache.empty()
                 return 0
@@ -173,9 +167,7 @@ class WholeReader:
                 f"continue with --positions auto or in-cache{instead}"
             )
 
-    def _decode(
-        self, segments: list[np.ndarray], decode: DecodeText, cached: CachedPrompt | None
-    ) -> dict[str, np.ndarray] | None:
+    def _decode(self, segments: list[np.ndarray], decode: DecodeText) -> dict[str, np.ndarray] | None:
         """Decode the segments into a cache with room for all of them.
 
         Returns the signals of all tokens; None if stopped.
@@ -187,23 +179,14 @@ class WholeReader:
         # ragged rows grow while the text is read: unused cells would cost time, because attention covers them
         if not rows.ragged:
             cache.resize(np.full_like(cache.layer_cells, self.n_cells(n)))
-        elif cached:
-            cache.make_room(n)
         total: dict[str, np.ndarray] = {}
         for segment in segments:
             first = rows.n_past
             rows.rotate_from(0)
-            n_known = cached.put(cache) if cached else 0
-            if rows.ragged and n_known:
-                # `put` fills cells without `take_room`, so count the free cells again
-                cache.make_room(len(segment) - n_known)
-            signals: Mapping[str, np.ndarray] | None
             n_output = int(first + len(segment) == n)
-            signals = decode_watched(cache, decode, segment[n_known:], n_output, self.n_batch)
+            signals = decode_watched(cache, decode, segment, n_output, self.n_batch)
             if self.reconstruction and signals is not None:
-                signals = self._reconstructed(np.concatenate(segments), first, decode, cached)
-            elif cached and n_known == n:
-                signals = {name: cached.signals[name] for name in cache.signals.by_field}
+                signals = self._reconstructed(np.concatenate(segments), first, decode)
             if signals is None:
                 return None
             for name, values in signals.items():
@@ -216,26 +199,18 @@ class WholeReader:
         return total
 
     def _reconstructed(
-        self, tokens: np.ndarray, first: int, decode: DecodeText, cached: CachedPrompt | None
+        self, tokens: np.ndarray, first: int, decode: DecodeText
     ) -> dict[str, np.ndarray] | None:
         """Return the signals of a reconstruction pass over the tokens from `first` on; None if stopped.
 
         The context keeps the prompt's logits.
         """
         assert self.reconstruction
-        cache, context = self._cache, self._cache.context
-        n_past = cache.rows.n_past
-        n_chunk = self.reconstruction.n_chunk(n_past - first)
-        request, words = cache.policy.request(), self.reconstruction.words
-        how = request, words, cache.n_pinned, cache.n_held, n_chunk
-        if cached and (known := cached.reconstructed.get(how)):
-            return known
-        logits = context.logits().copy() if n_past == len(tokens) else None
+        context = self._cache.context
+        logits = context.logits().copy() if self._cache.rows.n_past == len(tokens) else None
         signals = self.reconstruction.read(tokens, first, decode)
         if signals is not None and logits is not None:
             context.set_logits(logits)
-        if signals is not None and cached:
-            cached.reconstructed[how] = signals
         return signals
 
     def _compress(self, signals: dict[str, np.ndarray], *, close: bool) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.llama import gbnf, schema
-from kvtool.llama.constraint import Constraint, Matcher, Vocabulary
-from kvtool.llama.decoder import Decoder, check_finite
-from kvtool.llama.library import api
-from kvtool.llama.model import Model
-from kvtool.llama.rules import Rules
+from kvtool.llama.cache.decoder import Decoder, check_finite
+from kvtool.llama.grammar import gbnf, schema
+from kvtool.llama.grammar.constraint import Constraint, Matcher, Vocabulary
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.grammar.triggered import Triggered
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampling import Sampling
-from kvtool.llama.triggered import Triggered
 
 Around = Callable[[Matcher | Triggered | None], Constraint | None]
 """Function that makes a text's constraint from the constraint of the grammar, schema or rules.

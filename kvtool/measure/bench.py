@@ -22,14 +22,14 @@ import numpy as np
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError, OutOfMemory
-from kvtool.llama.devices import devices
+from kvtool.llama.libllama.devices import devices
 from kvtool.measure import depths
 from kvtool.system.memory import free_bytes, give_back, rss_bytes
 from kvtool.units import archive_types, format_bytes
 
 if TYPE_CHECKING:
     from kvtool.engine.settings import Settings
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.policy import Policy
 
 _N_WRITE = 32
@@ -59,8 +59,6 @@ class CacheConfig:
         Flash attention: "on", "off" or "auto".
     cache_type
         Data type of keys and values.
-    kv_offload
-        False to keep the cache in host memory while the layers are on the device.
     resident
         Number of archived tokens of each row that stay on the device. See `Settings.resident`.
     """
@@ -70,20 +68,18 @@ class CacheConfig:
     budget: int | None = None
     flash: str = "auto"
     cache_type: str = "f16"
-    kv_offload: bool = True
     resident: int = 0
 
 
-def cache_configs(budgets: Mapping[str, int], *, has_device: bool) -> list[CacheConfig]:
+def cache_configs(budgets: Mapping[str, int]) -> list[CacheConfig]:
     """Return the configurations to measure.
 
-    budgets: the budget in cells of each policy. has_device: True if there is a GPU.
+    budgets: the budget in cells of each policy.
     """
     return [
         CacheConfig("full, flash off", flash="off"),
         CacheConfig("full, flash on", flash="on"),
         CacheConfig("full, q8_0, flash on", flash="on", cache_type="q8_0"),
-        *([CacheConfig("full, --no-kv-offload", kv_offload=False)] if has_device else []),
         *(CacheConfig(f"{name}, {budget:,}", name, budget) for name, budget in budgets.items()),
     ]
 
@@ -138,7 +134,7 @@ class Row:
     def record(self) -> dict[str, Any]:
         """Return the row's results as a JSON object.
 
-        what, policy, budget, flash, cache_type, kv_offload, resident, depth
+        what, policy, budget, flash, cache_type, resident, depth
             See `CacheConfig` and `Row`. `what` is the name of the configuration.
         rounds
             Number of rounds.
@@ -263,7 +259,7 @@ class Bench:
         # the archive is filled from a saved copy, so the host needs its bytes twice
         if policies.load(config.policy).has_recall() and 2 * archive > host:
             return f"its archive needs {_of(2 * archive, host)}"
-        free = host if device is None or not config.kv_offload else device
+        free = host if device is None else device
         return f"needs {_of(needed, free)}" if needed > free else None
 
     def _round(self, row: Row, saved: depths.Arrays | None) -> None:
@@ -290,7 +286,7 @@ class Bench:
             row.read.append(row.n_read / read)
             row.write.append(n_written / write)
             cache, after = engine.cache_bytes, device_free()
-            is_on_host = before is None or after is None or not row.config.kv_offload
+            is_on_host = before is None or after is None
             taken = cache if before is None or after is None else before - after
             if taken > 0:
                 # leave out 0: the memory counter of a worker's device does not change
@@ -348,7 +344,6 @@ class Bench:
             type_k=config.cache_type,
             type_v=config.cache_type,
             flash=config.flash,
-            kv_offload=config.kv_offload,
             archive=row.depth,
             resident=config.resident,
         )

@@ -19,8 +19,8 @@ from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.engine.snapshot import COUNTERS, Counters
-from kvtool.llama.model import Model
-from kvtool.llama.segment import CENTERS, CLUSTERS, TABLE, layer_name, n_blocks
+from kvtool.llama.cache.segment import CENTERS, CLUSTERS, TABLE, layer_name, n_blocks
+from kvtool.llama.loaded.model import Model
 from kvtool.models.layers import Kind
 from kvtool.policies import recall
 from kvtool.policy import Policy

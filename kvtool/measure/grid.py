@@ -222,7 +222,7 @@ def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **m
 def _run(
     common: Common, n_ctx_train: int, layers: Layers, label: str, typed_budget: str | None, kind: str
 ) -> Run:
-    from kvtool.llama.decoder import choose_flash
+    from kvtool.llama.cache.decoder import choose_flash
 
     name, options = split_policy(label)
     check_read_once(common.options, name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtool.engine.loop import Engine
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 
 Progress = Callable[[int], None]
 """Function to call after each batch, with the number of tokens read so far."""

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from kvtool.llama.devices import devices
+from kvtool.llama.libllama.devices import devices
 from kvtool.measure.records import versions
 from kvtool.system.cpu import cpu_name
 

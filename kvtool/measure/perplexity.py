@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtool.engine.loop import Engine
 from kvtool.kernels.likelihood import token_nll
-from kvtool.llama.decoder import check_finite
+from kvtool.llama.cache.decoder import check_finite
 
 Progress = Callable[[np.ndarray], None]
 """Function to call after each batch, with the nll f64[n] of the tokens that were scored."""

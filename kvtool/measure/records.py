@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvtool.config.run import RunOptions
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.models.fetch import Progress
 
 Record = Mapping[str, Any]
@@ -39,7 +39,7 @@ def versions() -> dict[str, str | None]:
     Raises LibraryError if llama.cpp is missing.
     """
     from kvtool import __version__
-    from kvtool.llama.devices import library_info
+    from kvtool.llama.libllama.devices import library_info
 
     library = library_info()
     return {"kvtool": __version__, "llama_cpp_python": library["version"], "patch": library["digest"]}
@@ -50,7 +50,7 @@ def identity(run: RunOptions, path: Path, progress: Progress | None = None) -> d
 
     path: file of the model. progress: shows the hashing of the file.
     """
-    from kvtool.llama.adapters import identities
+    from kvtool.llama.loaded.adapters import identities
     from kvtool.models.download import sha256
 
     digest = sha256(path, progress)

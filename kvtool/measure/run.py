@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvtool.engine.loop import Engine
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure.divergence import Scores
     from kvtool.measure.grid import Run
 
@@ -112,18 +112,13 @@ def budget_bytes(engine: Engine, peak_kv: float = 0.0) -> int:
     the largest mean number of cells during the run. llama.cpp's padding is not counted.
     """
     n = peak_kv if engine.policy.ragged else engine.policy.budget
-    return round(sum(_cell_bytes(engine)) * n)
+    return round(sum(engine.cache.cell_bytes) * n)
 
 
 def fixed_bytes(engine: Engine) -> int:
     """Size of the cache outside the rows in bytes: sliding windows and recurrent states."""
     context = engine.context
-    return context.cache_bytes - int(sum(_cell_bytes(engine) * context.layer_cells))
-
-
-def _cell_bytes(engine: Engine) -> list[int]:
-    context = engine.context
-    return [context.cell_bytes(layer) for layer in range(len(context.layer_cells))]
+    return context.cache_bytes - int(sum(engine.cache.cell_bytes * context.layer_cells))
 
 
 def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:

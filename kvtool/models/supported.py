@@ -1,7 +1,7 @@
 """List of architectures that kvtool cannot run. Their models are refused before they are loaded.
 
 Other architectures work without changes to kvtool if kvtool knows their kinds of caches. llama.cpp reports
-the kinds after the model is loaded (`kvtool.llama.model.Model.layers`).
+the kinds after the model is loaded (`kvtool.llama.loaded.model.Model.layers`).
 """
 
 from __future__ import annotations

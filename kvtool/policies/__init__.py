@@ -1,7 +1,6 @@
 """Find and load policies: `--policy NAME` loads POLICY from kvtool/policies/NAME.py.
 
-`--policy path/to/mine.py` loads POLICY from a user's file. Other packages add policies through entry points
-of the group "kvtool.policies". Each entry point names a class.
+`--policy path/to/mine.py` loads POLICY from a user's file.
 """
 
 from __future__ import annotations
@@ -22,29 +21,14 @@ from kvtool import parameters
 from kvtool.errors import UsageError, suggestion, where
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from kvtool.policy import Policy
 
 _COMMON = ("budget", "slack")
-_GROUP = "kvtool.policies"
 
 
 def names() -> list[str]:
     """Return the names of kvtool's built-in policies, sorted."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
-
-
-@cache
-def installed() -> dict[str, list[EntryPoint]]:
-    """Return other packages' policies by name, sorted. `load` refuses a name that several packages define."""
-    # slow to import, and rarely needed
-    from importlib.metadata import entry_points
-
-    entries: dict[str, list[EntryPoint]] = {}
-    for entry in sorted(entry_points(group=_GROUP), key=lambda entry: entry.name):
-        entries.setdefault(entry.name, []).append(entry)
-    return entries
 
 
 def load(name: str) -> type[Policy]:
@@ -54,28 +38,9 @@ def load(name: str) -> type[Policy]:
     if name in names():
         policy: type[Policy] = import_module(f"kvtool.policies.{name}").POLICY
         return policy
-    if name in installed():
-        return _load_installed(name)
     if os.path.exists(name) or os.path.basename(name) != name:
         raise UsageError(f"{name} is not a policy; the file of a policy ends in .py")
-    known = [*names(), *installed()]
-    raise UsageError(f"unknown policy {name!r}.{suggestion(name, known)} See `kvtool policies`.")
-
-
-def package(name: str) -> str | None:
-    """Return the package that defines the policy; None for built-in policies and files."""
-    if name.endswith(".py") or name in names():
-        return None
-    return _package(installed()[name][0])[0]
-
-
-def owners(name: str) -> str:
-    """List the packages that define a policy of that name, with their versions."""
-    return ", ".join(" ".join(_package(entry)) for entry in installed()[name])
-
-
-def _package(entry: EntryPoint) -> tuple[str, str]:
-    return (entry.dist.name, entry.dist.version) if entry.dist else ("an unknown package", "")
+    raise UsageError(f"unknown policy {name!r}.{suggestion(name, names())} See `kvtool policies`.")
 
 
 def file_sha256(name: str) -> str | None:
@@ -83,10 +48,7 @@ def file_sha256(name: str) -> str | None:
 
     None for built-in policies.
     """
-    if name in names():
-        return None
-    path = name if name.endswith(".py") else sys.modules[load(name).__module__].__file__
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else None
 
 
 @cache
@@ -104,19 +66,6 @@ def _load_file(path: Path) -> type[Policy]:
     except (Exception, SystemExit) as error:
         raise UsageError(f"{path}: {where(error)}") from error
     return _checked(getattr(module, "POLICY", None), f"{path}: POLICY")
-
-
-@cache
-def _load_installed(name: str) -> type[Policy]:
-    entries, of = installed()[name], owners(name)
-    if len(entries) > 1:
-        raise UsageError(f"policy {name!r} is in several packages, {of}; uninstall all but one")
-    try:
-        policy = entries[0].load()
-    except Exception as error:
-        what = f"policy {name!r} of {of} ({entries[0].value})"
-        raise UsageError(f"{what} cannot be loaded: {where(error)}") from error
-    return _checked(policy, f"policy {name!r} of {of}: {entries[0].value}")
 
 
 def _checked(policy: object, what: str) -> type[Policy]:

@@ -16,7 +16,6 @@ from kvtool.policy.view import (
     Signal,
     SignalRequest,
     View,
-    signals_where,
 )
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "check_whole",
     "keep_ranked",
     "protected",
-    "signals_where",
     "split_budget",
     "sum_rows",
     "true_cells",

@@ -218,18 +218,6 @@ class Policy:
         return cls.reconstruction is not Policy.reconstruction
 
     @classmethod
-    def needs_patch(cls) -> bool:
-        """True if the policy needs the patched llama.cpp.
-
-        Unpatched llama.cpp does not expose attention, and it can remove a token only from all rows at once.
-        """
-        pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        # If `ragged` depends on a parameter, cls.ragged is a property object, so it is not True. But such a
-        # policy reads signals, so the other condition is true
-        ragged: object = cls.ragged
-        return ragged is True or any(value for value, plain in pairs if value is not plain)
-
-    @classmethod
     def may_merge(cls) -> bool:
         """True if the policy has parameters with which plans merge values."""
         return cls.merges is not Policy.merges

@@ -1,6 +1,5 @@
 """Inputs of a policy: the view of the cache, the signals in it, and the request for them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple, cast
@@ -103,18 +102,6 @@ PER_CELL = {signal: spec.fields[0] for signal, spec in SIGNALS.items() if spec.r
 """Signals that llama.cpp's graph computes, as f32[row, cell], mapped to their fields of `View`."""
 
 
-def signals_where(condition: Callable[[SignalSpec], bool]) -> Signal:
-    """Return the signals whose entry in `SIGNALS` fulfils the condition."""
-    chosen = Signal.NONE
-    for signal, spec in SIGNALS.items():
-        if condition(spec):
-            chosen |= signal
-    return chosen
-
-
-_USE_T = signals_where(lambda spec: spec.uses_t)
-
-
 @dataclass(frozen=True, slots=True)
 class RecallSettings:
     """Settings of recall: how steps attend to the archive of evicted tokens.
@@ -215,7 +202,7 @@ class SignalRequest:
     @property
     def needs_t(self) -> bool:
         """True if llama.cpp uses t, so that the engine must set t before each step."""
-        return self.logn or bool(self.reads & _USE_T)
+        return self.logn or any(spec.uses_t for signal, spec in SIGNALS.items() if signal in self.reads)
 
 
 _ABSENT = cast("np.ndarray", None)

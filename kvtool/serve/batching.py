@@ -14,8 +14,8 @@ import numpy as np
 
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError
-from kvtool.llama.context import Context
-from kvtool.llama.joint import MAX_CONTEXTS, JointContext, Part
+from kvtool.llama.cache.context import Context
+from kvtool.llama.cache.joint import MAX_CONTEXTS, JointContext, Part
 
 SLICE_STEPS, SLICE_S = 16, 0.25
 """A time slice ends after SLICE_STEPS steps or SLICE_S seconds, but never during a step."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.writer import Writer, n_equal
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import TextRequest
 from kvtool.serve.store.resumer import min_start, n_before_checkpoint

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtool.tasks.task import Task
 
 
-_SHARED = ("__init__", "task", "reader", "results", "haystack", "data", "metrics", "shared")
+_SHARED = ("__init__", "task", "reader", "results", "haystack", "data", "metrics")
 """Files of this folder that are not tasks."""
 
 

@@ -32,7 +32,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader, max_tokens_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtool.errors import InputError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Item, ScoredAnswer, Task, in_turn
 

@@ -33,7 +33,7 @@ from statistics import fmean
 from typing import ClassVar
 
 from kvtool.errors import InputError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader

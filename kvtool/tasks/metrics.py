@@ -66,20 +66,6 @@ def rouge(output: str, reference: str) -> dict[str, float]:
     return {name: float(scores[name].fmeasure) for name in ("rouge1", "rouge2", "rougeL")}
 
 
-def self_bleu(texts: Sequence[str]) -> float:
-    """Similarity of texts, 0 to 100: the mean BLEU-4 of all texts (Zhu et al. 2018, arXiv:1802.01886).
-
-    The references of a text are all other texts. BLEU is sacrebleu's sentence BLEU with tokenizer 13a and
-    exponential smoothing of zero counts. n-grams that are longer than the text are left out.
-    """
-    import sacrebleu
-
-    scores = [
-        sacrebleu.sentence_bleu(text, [*texts[:i], *texts[i + 1 :]]).score for i, text in enumerate(texts)
-    ]
-    return float(sum(scores) / len(scores))
-
-
 def f1_zh(output: str, reference: str) -> float:
     """LongBench's F1 for Chinese texts: jieba finds the words, and punctuation is removed."""
     return f1_of(_words_zh(output), _words_zh(reference))

@@ -12,17 +12,15 @@ from kvtool.chats.marks import escaped, tokens_of
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import Message, Template
 from kvtool.chats.writer import Writer
-from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
-from kvtool.llama.decoder import check_finite
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import check_finite
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.measure import perplexity
 from kvtool.policy import Policy
-from kvtool.tasks.shared import Shared
 
 N_OUTPUT = 64
 """Maximum number of tokens of an answer that are scored in one batch."""
@@ -64,11 +62,9 @@ class Reader:
         Chat template, if prompts are a user's turn. None if prompts are plain text.
     n_prompt
         Maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. By default, the
-        prompt and the answer together fit in the trained context. A larger maximum has no effect if the
-        policy never evicts.
-    full_for
-        Function that returns the policy that keeps everything. It has the arguments of `policy_for`. None if
-        `policy_for` already returns this policy.
+        prompt and the answer together fit in the trained context.
+    beyond
+        True if n_prompt may be larger than that. False if the policy never evicts.
     sampling, seed
         Settings and seed of the sampler for answers. By default, the most likely token is always chosen.
 
@@ -78,13 +74,9 @@ class Reader:
         Number of tokens of the last prompt that were read.
     is_cut
         True if the middle of the last prompt was cut out.
-    shared
-        Reads each prompt once for several readers. If None, this reader reads its prompts itself.
     while_reading
         Function that is called before each step of reading a prompt. Its arguments are the number of tokens
         read so far and the number of all tokens of the prompt.
-    full
-        Reader with the policy that keeps everything. It is this reader if `full_for` is None.
     """
 
     def __init__(
@@ -94,7 +86,7 @@ class Reader:
         settings: Settings,
         template: Template | None = None,
         n_prompt: int | None = None,
-        full_for: Callable[[int, int], Policy] | None = None,
+        beyond: bool = False,
         sampling: Sampling | None = None,
         seed: int = 0,
     ) -> None:
@@ -102,13 +94,9 @@ class Reader:
         self.settings = settings
         self.template = template
         self.n_prompt = n_prompt or model.n_ctx_train
-        self._is_beyond = n_prompt is not None and full_for is not None
+        self._is_beyond = n_prompt is not None and beyond
         self.n_read = 0
         self.is_cut = False
-        self.full = self
-        if full_for:
-            self.full = Reader(model, full_for, settings, template, n_prompt, sampling=sampling, seed=seed)
-        self.shared: Shared | None = None
         self._sampling, self._seed = sampling, seed
         self.while_reading: Callable[[int, int], None] = lambda done, n: None
         self._policy_for = policy_for
@@ -123,9 +111,9 @@ class Reader:
         return self._engine
 
     def close(self) -> None:
-        if self.full is not self:
-            self.full.close()
-        self._close()
+        if self._engine:
+            self._engine.close()
+            self._engine = None
 
     def read(self, prompt: str, n_answer: int, *, as_it_is: bool = False, uncut: bool = False) -> None:
         """Read a prompt into an empty cache. An answer of up to n_answer tokens follows.
@@ -166,7 +154,7 @@ class Reader:
             # hold no tokens while the first part is read, because the reply header is in the rest
             self.engine.hold(0)
         if len(first):
-            self._read_part(first, 0, len(tokens), self.shared.whole(first) if self.shared else None)
+            self._read_part(first, 0, len(tokens))
         if len(rest):
             self.engine.hold(self._n_held if self.template else 0)
             self._read_part(rest, len(first), len(tokens))
@@ -210,11 +198,16 @@ class Reader:
 
         The stop string is left out. Stop strings in the white space at the start of the text are ignored.
         """
-        return self._write(Sampler(self.model, self._sampling, seed=self._seed), n_max, stop)
-
-    def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
-        """Sample until the model ends its turn or n_max tokens are written."""
-        return self._write(Sampler(self.model, Sampling(temp=temp, top_p=top_p), seed=seed), n_max)
+        sampler = Sampler(self.model, self._sampling, seed=self._seed)
+        text = ""
+        for piece in Writer(self.engine, sampler).write(n_max):
+            text += piece
+            n_white = len(text) - len(text.lstrip())
+            if ends := [at for string in stop if (at := text.find(string, n_white)) >= 0]:
+                text = text[: min(ends)]
+                break
+        sampler.close()
+        return text
 
     def log_likelihood(self, text: str) -> Likelihood:
         """Decode a text after the prompt, and return its likelihood. Evictions happen when they are due."""
@@ -242,22 +235,6 @@ class Reader:
     def _last_logits(self) -> np.ndarray:
         return self.engine.context.logits()[-1:]
 
-    def _write(self, sampler: Sampler, n_max: int, stop: Sequence[str] = ()) -> str:
-        text = ""
-        for piece in Writer(self.engine, sampler).write(n_max):
-            text += piece
-            n_white = len(text) - len(text.lstrip())
-            if ends := [at for string in stop if (at := text.find(string, n_white)) >= 0]:
-                text = text[: min(ends)]
-                break
-        sampler.close()
-        return text
-
-    def _close(self) -> None:
-        if self._engine:
-            self._engine.close()
-            self._engine = None
-
     def _begin(self, n: int, n_answer: int, template: Template | None) -> None:
         """Empty the cache, before a prompt of n tokens is read.
 
@@ -273,7 +250,7 @@ class Reader:
         if self._engine and self._engine.policy == policy:
             self._engine.reset()
         else:
-            self._close()
+            self.close()
             self._engine = Engine(self.model, policy, self.settings)
         if template:
             self.engine.hold(self._n_held)
@@ -282,9 +259,7 @@ class Reader:
         self.n_read = len(tokens)
         self._read_part(tokens, 0, len(tokens))
 
-    def _read_part(
-        self, tokens: np.ndarray, n_before: int, n_all: int, cached: CachedPrompt | None = None
-    ) -> None:
+    def _read_part(self, tokens: np.ndarray, n_before: int, n_all: int) -> None:
         """Read tokens i32[n], which follow the first n_before tokens of a prompt of n_all tokens."""
         before, n = self.engine.n_past, len(tokens)
 
@@ -293,7 +268,7 @@ class Reader:
             self.while_reading(n_before + min(self.engine.n_past - before, n), n_all)
             return False
 
-        self.engine.read(tokens, stopped=stopped, cached=cached)
+        self.engine.read(tokens, stopped=stopped)
 
     def _after_text(self, text: str) -> np.ndarray:
         """Tokenize a text that follows another text. Return i32[n], without the space that tokenizers add."""

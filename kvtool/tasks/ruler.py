@@ -32,7 +32,7 @@ from statistics import fmean
 from typing import ClassVar
 
 from kvtool.errors import InputError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.tasks._ruler.counts import CommonWords, FrequentWords
 from kvtool.tasks._ruler.needles import Needles

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtool.errors import InputError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data
 from kvtool.tasks.reader import Reader

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from kvtool.tasks import data
 
 if TYPE_CHECKING:
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure.records import Record
     from kvtool.tasks.reader import Reader
 

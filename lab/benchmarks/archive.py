@@ -23,8 +23,8 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine import loop
 from kvtool.engine.settings import Settings
-from kvtool.llama.model import Model
-from kvtool.llama.segment import TABLE
+from kvtool.llama.cache.segment import TABLE
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import depths
 from lab.benchmarks.common import (
     add_common,

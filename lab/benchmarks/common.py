@@ -16,9 +16,9 @@ from rich.console import Console
 
 from kvtool.cli.texts import first_tokens
 from kvtool.errors import InputError
-from kvtool.llama.decoder import FLASH
-from kvtool.llama.library import api
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import FLASH
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from kvtool.measure.machine import machine as describe_machine
 from kvtool.models.resolve import resolve
 from kvtool.system.texts import TextSource

@@ -17,7 +17,7 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from lab.benchmarks.common import (
     add_common,
     console,

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtool.llama.devices import devices
-from kvtool.llama.library import library_path
-from kvtool.llama.log import start_backends
+from kvtool.llama.libllama.devices import devices
+from kvtool.llama.libllama.library import library_path
+from kvtool.llama.libllama.log import start_backends
 
 F32, F16, Q4_0, Q8_0, I32, I64 = 0, 1, 2, 8, 26, 27
 """Ids of ggml's types."""

@@ -455,7 +455,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"{row.get('what')}: {row['why'][:600]}"
 
 
-HIDDEN = ("part", "at_s", "policy", "budget", "flash", "cache_type", "kv_offload", "resident", "why")
+HIDDEN = ("part", "at_s", "policy", "budget", "flash", "cache_type", "resident", "why")
 
 
 def short(value: Any) -> str:

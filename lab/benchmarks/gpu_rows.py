@@ -26,11 +26,11 @@ from kvtool import policies
 from kvtool.build import sources
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.bindings import api, lib
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.devices import devices, gpu_free_bytes, library_info
-from kvtool.llama.log import start_backends
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.bindings import api, lib
+from kvtool.llama.libllama.devices import devices, gpu_free_bytes, library_info
+from kvtool.llama.libllama.log import start_backends
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench as measure
 from kvtool.measure import depths
 from kvtool.measure.machine import machine
@@ -62,7 +62,7 @@ def facts(args: Args) -> Iterator[Row]:
     info = library_info()
     yield {
         "what": "library",
-        **{name: info[name] for name in ("version", "patched", "abi", "abi_wanted", "digest")},
+        **{name: info[name] for name in ("version", "abi", "abi_wanted", "digest")},
     }
     yield {"what": "patch files", "digest": sources.patch_digest(sources.patches_dir())}
     yield {"what": "machine", **machine()}

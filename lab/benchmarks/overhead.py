@@ -24,8 +24,8 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.library import api
-from kvtool.llama.model import Model
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from lab.benchmarks.common import (
     CLOCKS,
     add_common,

@@ -32,10 +32,10 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import Matcher, Vocabulary
-from kvtool.llama.model import Model
+from kvtool.llama.grammar.constraint import Matcher, Vocabulary
+from kvtool.llama.grammar.schema import Enforced, enforced
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.schema import Enforced, enforced
 from kvtool.models.resolve import resolve
 from lab.benchmarks.common import (
     add_common,

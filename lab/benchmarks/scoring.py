@@ -21,8 +21,8 @@ import numpy as np
 
 from kvtool.config.opening import open_run
 from kvtool.config.run import ScoreOptions
-from kvtool.llama.library import api
-from kvtool.llama.model import Model
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from kvtool.measure.run import measure
 from lab.benchmarks.common import (
     add_common,

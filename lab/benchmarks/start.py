@@ -27,7 +27,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kvtool.build.sources import Upstream, archive, patches_dir
-from kvtool.llama.bindings import library_path
+from kvtool.llama.libllama.bindings import library_path
 from lab.benchmarks.common import (
     add_common,
     add_plot,

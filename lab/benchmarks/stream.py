@@ -30,7 +30,7 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.system import memory
 from lab.benchmarks.common import (

@@ -30,9 +30,9 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.model import Model
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.workers import add_rpc
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import PER_CELL, Signal
 from lab.benchmarks.common import (
     add_common,

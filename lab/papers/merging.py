@@ -25,7 +25,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.selection import keep_highest
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.resolve import resolve
 from kvtool.policies.weightedkv import WeightedKV

@@ -1,4 +1,4 @@
-"""Measure RULER under many policies and budgets, reading each prompt once.
+"""Measure RULER under many policies and budgets.
 
     python -m lab.papers.ruler -m MODEL --essays DIR --squad FILE --hotpotqa FILE --json FILE
 
@@ -23,7 +23,7 @@ from kvtool.engine.checks import check
 from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import pad
 from kvtool.errors import InputError, KvtoolError, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.measure.grid import split_policy
 from kvtool.models.download import sha256
@@ -33,7 +33,6 @@ from kvtool.system import interrupt
 from kvtool.tasks.reader import N_OUTPUT, Reader
 from kvtool.tasks.results import TaskResults
 from kvtool.tasks.ruler import Ruler
-from kvtool.tasks.shared import Shared
 from lab.benchmarks.common import make_parser
 
 _ROOM = 256
@@ -93,8 +92,8 @@ class PolicyRow:
     type_kv: str = "f16"
 
     @property
-    def is_shared(self) -> bool:
-        """True if the row starts from the full cache of a prompt, which is read once for all such rows."""
+    def reads_whole(self) -> bool:
+        """True if the row reads a prompt whole, and then evicts once."""
         return not self.budget and self.type_kv == "f16"
 
     def check(self, n: int) -> None:
@@ -105,7 +104,7 @@ class PolicyRow:
             raise UsageError(f"--others: only full takes a type; {name} takes a budget, as in {name}@128")
         if not kind.evicts and (self.budget or self.removed):
             raise UsageError(f"{name} evicts nothing; leave it out of --policies, and of POLICY@CELLS")
-        if self.is_shared and (kind.has_recall() or kind.capped):
+        if self.reads_whole and (kind.has_recall() or kind.capped):
             raise UsageError(
                 f"--policies: {self.policy} cannot compress a prompt that was read whole; "
                 f"choose --others {self.policy}@128, with a budget in cells"
@@ -144,9 +143,9 @@ class PolicyRow:
             type_v=self.type_kv,
             # kvtool's default without a GPU
             archive_type="iq4_nl",
-            prefill="whole" if self.is_shared else None,
+            prefill="whole" if self.reads_whole else None,
             # a row that starts from a full cache has room in its budget for the question and the answer
-            over_budget=not self.is_shared,
+            over_budget=not self.reads_whole,
         )
 
     def knows(self, question: str) -> bool:
@@ -188,7 +187,7 @@ def measure(args: Namespace) -> None:
         n_ctx = model.n_ctx_train
         for row in (row for row in chosen if row.removed or row.budget):
             check(row.fit(args.length, 1, args.length + 1), row.settings(1), model.layers, n_ctx, n_ctx)
-        template, shared = template_of(model), Shared(model, PolicyRow("full").settings(args.threads))
+        template = template_of(model)
         readings = []
         for question in args.question:
             names = {name: getattr(args, name) for name in ("essays", "squad", "hotpotqa", "tasks")}
@@ -199,13 +198,11 @@ def measure(args: Namespace) -> None:
             for row in (row for row in chosen if row.knows(question)):
                 fit = partial(row.fit, n_ctx=model.n_ctx_train)
                 reader = Reader(model, fit, row.settings(args.threads), template)
-                reader.shared = shared if row.is_shared else None
                 stack.callback(reader.close)
                 about = {"task": "ruler", "question": question, **asdict(row), **of_model}
                 readings.append((about, task, items, reader))
         for number in range(len(items)):
             for about, task, items, reader in readings:
-                # rows are the inner loop, so that an item's prompt is read once for all of them
                 for record in TaskResults(about, items[number : number + 1], args.json).measure(task, reader):
                     sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
                 # close the reader's engine: the caches of all rows at once would not fit in memory

@@ -9,11 +9,11 @@ import pytest
 
 from kvtool.chats.after_thought import AfterThought
 from kvtool.chats.thinking import THINK, Splitter, tags_in
-from kvtool.llama import gbnf, schema
-from kvtool.llama.constraint import Matcher, Vocabulary
-from kvtool.llama.model import Model
-from kvtool.llama.rules import Rules
-from kvtool.llama.triggered import Triggered
+from kvtool.llama.grammar import gbnf, schema
+from kvtool.llama.grammar.constraint import Matcher, Vocabulary
+from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.grammar.triggered import Triggered
+from kvtool.llama.loaded.model import Model
 from tests import tiny
 
 CHANNELS = tags_in("<|channel|>analysis<|message|>")

@@ -27,7 +27,7 @@ from kvtool.config.run import RunOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from tests import tiny

@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.chats import loops
 from kvtool.chats.loops import MAX_BLOCK, MIN_SIGNS, MIN_TIMES, MIN_TOKENS, Loop
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from tests.cli.called import called
 from tests.cli.terminal import terminals
 from tests.serve.asking import message, request

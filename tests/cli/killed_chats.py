@@ -27,7 +27,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from tests.serve.killed_turns import KILLED, NEVER, die_at_call, in_child
 

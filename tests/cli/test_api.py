@@ -35,7 +35,7 @@ def blocks(name):
 @pytest.fixture
 def run(smollm2, monkeypatch):
     """run(code): execute code on one thread. Return the variables that all code so far has defined."""
-    monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 1)
+    monkeypatch.setattr("kvtool.llama.cache.decoder.default_threads", lambda: 1)
     names = {}
 
     def run(code):

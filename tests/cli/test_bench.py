@@ -18,8 +18,7 @@ from kvtool import __version__, policies
 from kvtool.cli.bench import table as bench_table
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama import decoder
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench, depths, machine
 from kvtool.system.cpu import cpu_name
 from tests.cli.called import called, one_line
@@ -62,7 +61,7 @@ def test_bench_prints_a_row_per_configuration_and_depth(whole, model):
     rows = read(whole.stdout)
     assert [(row["what"], row["depth"]) for row in rows] == [(way, n) for n in (64, 2048) for way in ROWS]
     documented = words_of(bench.Row.record.__doc__)
-    assert len(documented) == 17
+    assert len(documented) == 16
     assert all(row.keys() == documented | {"model", "machine"} for row in rows)
     assert {row["model"] for row in rows} == {model.stem}
     beyond = [row for row in rows if row["policy"] == "full" and row["depth"] == 2048]
@@ -139,7 +138,7 @@ def test_table_says_if_device_memory_is_unknown(whole, is_known):
 
 
 def test_row_says_if_memory_is_too_small(loaded, monkeypatch):
-    rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64}, has_device=False)]
+    rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64})]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
     benchmark = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
     assert list(benchmark.measure()) == rows
@@ -162,32 +161,13 @@ def test_bench_measures_other_architectures(tiny_model, arch, wrong):
     """A row that fails does not affect the other rows."""
     budgets = {"recall": 64, "h2o": 64}
     with closing(Model(tiny_model(arch))) as model:
-        configs = bench.cache_configs(budgets, has_device=False)
+        configs = bench.cache_configs(budgets)
         rows = [bench.sized(config, n, 32) for n in (64, 768) for config in configs]
         list(bench.Bench(model, Settings(n_batch=32, n_threads=1), rows, rounds=1, row_s=9.0).measure())
     for row in rows:
         why = [why for (policy, n), why in wrong.items() if policy == row.config.policy and n <= row.depth]
         assert all(words in row.why for words in why)
         assert bool(row.write) == (row.why is None) == (not why), row
-
-
-def test_cache_in_host_memory_is_measured_if_there_is_a_device():
-    ways = [way for way in bench.cache_configs({}, has_device=True) if not way.kv_offload]
-    assert [way.name for way in ways] == ["full, --no-kv-offload"]
-    assert all(way.kv_offload for way in bench.cache_configs({}, has_device=False))
-
-
-def test_offload_kqv_is_passed_to_llama_cpp(loaded, monkeypatch):
-    init, passed = decoder.api.llama_init_from_model, []
-
-    def spy(model, params):
-        passed.append(params.offload_kqv)
-        return init(model, params)
-
-    monkeypatch.setattr(decoder.api, "llama_init_from_model", spy)
-    rows = [bench.sized(way, 64, 16) for way in bench.cache_configs({}, has_device=True)]
-    list(bench.Bench(loaded, Settings(n_threads=1), rows, rounds=1, row_s=1.0).measure())
-    assert passed == [row.config.kv_offload for row in rows] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0"])

@@ -21,9 +21,9 @@ import pytest
 from kvtool.chats import archive_file, session
 from kvtool.chats.prompt import prefix_tokens, template_of
 from kvtool.chats.writer import Writer
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.model import Model
-from kvtool.llama.segment import CLUSTERS
+from kvtool.llama.cache.segment import CLUSTERS
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.loaded.model import Model
 from tests import forked, tiny
 from tests.cli.called import KEEPS, called, one_line, uncut
 from tests.cli.test_cli import KVTOOL

@@ -31,8 +31,6 @@ def library(tmp_path, monkeypatch):
     info = {
         "version": "0.3.36",
         "path": "lib/libllama.so",
-        "unused": None,
-        "patched": True,
         "abi": 1,
         "abi_wanted": 1,
         "digest": sources.patch_digest(sources.patches_dir()),
@@ -41,7 +39,9 @@ def library(tmp_path, monkeypatch):
         ],
         "system_info": "AVX2 = 1",
     }
-    monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=lambda: dict(info)))
+    monkeypatch.setitem(
+        sys.modules, "kvtool.llama.libllama.devices", SimpleNamespace(library_info=lambda: dict(info))
+    )
     return info
 
 
@@ -81,7 +81,6 @@ def test_json_reports_library_models_and_kernels(run):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("patched", False, "not patched"),
         ("abi", 0, "version 0 of kvtool's C API, this kvtool needs 1"),
         ("digest", "0" * 64, "different patch files"),
     ],
@@ -104,11 +103,6 @@ def test_portable_library_is_accepted_but_other_flags_are_a_problem(run, monkeyp
     run(1, "set of flags")
 
 
-def test_unused_llama_cpp_python_is_reported(library, run):
-    library["unused"] = "0.3.1"
-    run(0, "llama-cpp-python 0.3.1 is installed too, and not used")
-
-
 def test_library_built_by_hand_without_a_key_is_accepted(run, monkeypatch):
     monkeypatch.setattr(wheel, "installed_key", lambda: None)
     run(0)
@@ -118,7 +112,7 @@ def test_missing_library_is_a_problem(run, monkeypatch):
     def fails():
         raise LibraryError("no libllama")
 
-    monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=fails))
+    monkeypatch.setitem(sys.modules, "kvtool.llama.libllama.devices", SimpleNamespace(library_info=fails))
     report = json.loads(run(1, json=True))
     assert report["library"] is None
     assert "no libllama" in report["problems"][0]["wrong"]
@@ -140,7 +134,7 @@ def test_uncompiled_kernels_are_noted(run):
 
 
 def test_free_memory_of_the_cpu_is_the_value_of_free_bytes(monkeypatch):
-    from kvtool.llama import devices
+    from kvtool.llama.libllama import devices
 
     monkeypatch.setattr(devices, "free_bytes", lambda: 12345)
     (cpu,) = (each for each in devices.devices() if each["type"] == "cpu")

@@ -57,9 +57,9 @@ CRASHES = {
 }
 GUARDED = """
 import ctypes, os, signal, sys, threading
-from kvtool.llama.library import lib
-from kvtool.llama.crash import crash_means, damaged, guard
-from kvtool.llama.log import set_verbose
+from kvtool.llama.libllama.library import lib
+from kvtool.llama.libllama.crash import crash_means, damaged, guard
+from kvtool.llama.libllama.log import set_verbose
 
 def in_thread(what):
     thread = threading.Thread(target=what)
@@ -97,10 +97,10 @@ def test_crash_without_the_guard_ends_by_its_signal():
 DYING_SERVER = """
 import os, signal, sys
 import numpy as np
-from kvtool.llama.context import Context
-from kvtool.llama.crash import guard
-from kvtool.llama.model import Model
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama.crash import guard
+from kvtool.llama.loaded.model import Model
+from kvtool.llama.libllama.workers import add_rpc
 
 add_rpc(sys.argv[1])
 guard()
@@ -113,7 +113,7 @@ context.logits()
 
 
 def test_lost_rpc_worker_gets_one_line(model):
-    from kvtool.llama.library import library_path
+    from kvtool.llama.libllama.library import library_path
 
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
@@ -268,7 +268,7 @@ sys.meta_path.insert(0, At())
 # llama.cpp calls Python to write its log. If an exception occurs in this callback, Python prints the
 # exception and drops it.
 IN_A_CALLBACK = """
-from kvtool.llama.library import api
+from kvtool.llama.libllama.library import api
 class Errors:
     write = press
     def flush(self): pass
@@ -295,8 +295,8 @@ STAGES = {
     "import of llama.cpp": "module = 'kvtool_llama'",
     "header": "from kvtool.models import resolve; before(resolve, 'check')",
     "load": IN_A_CALLBACK,
-    "cache": "from kvtool.llama.library import api; before(api, 'llama_init_from_model')",
-    "prompt": "from kvtool.llama.context import Context; before(Context, 'decode')",
+    "cache": "from kvtool.llama.libllama.library import api; before(api, 'llama_init_from_model')",
+    "prompt": "from kvtool.llama.cache.context import Context; before(Context, 'decode')",
     "reply": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample')",
     "reply, twice": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample', 2)",
 }

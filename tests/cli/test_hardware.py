@@ -16,10 +16,10 @@ from kvtool.config import model as config_model
 from kvtool.config.run import ALL_LAYERS, ScoreOptions, WriteOptions
 from kvtool.engine import loop
 from kvtool.errors import OutOfMemory
-from kvtool.llama import devices
-from kvtool.llama import model as llama_model
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.model import Model
+from kvtool.llama.libllama import devices
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.loaded import model as llama_model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import grid
 from kvtool.models.download import sha256
 from kvtool.models.header import read

@@ -412,7 +412,7 @@ def test_batch_above_the_context_is_cut_and_reported(tiny_model, tmp_path):
 def test_gpu_layers_without_a_gpu_are_reported(default_talker, tmp_path, monkeypatch):
     line = "--gpu-layers 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
     (tmp_path / "text").write_text("The tide came in. " * 9)
-    monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: False)
+    monkeypatch.setattr("kvtool.llama.libllama.devices.has_gpu", lambda: False)
     options = ("-t", 1, "-ngl")
     for words in (
         ("generate", "Hi", "-n", 1),
@@ -422,7 +422,7 @@ def test_gpu_layers_without_a_gpu_are_reported(default_talker, tmp_path, monkeyp
     ):
         assert called(*words, *options, 99).stderr.count(line) == 1, words
     assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *options, 0).stderr
-    monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: True)
+    monkeypatch.setattr("kvtool.llama.libllama.devices.has_gpu", lambda: True)
     assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *options, 99).stderr
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvtool.cli import texts
 from kvtool.cli.texts import first_tokens, source
 from kvtool.errors import InputError, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.system import texts as system_texts
 from kvtool.system.texts import TextSource
 from tests import forked

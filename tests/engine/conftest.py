@@ -9,24 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.llama.context import Context
+from kvtool.llama.cache.context import Context
 from tests.held import PATIENCE_S
-
-
-@pytest.fixture
-def unpatch(monkeypatch):
-    """Return a function unpatch(), which hides the patch from kvtool until the test ends."""
-
-    def hide():
-        for module in ("kvtool.engine.sizes", "kvtool.llama.model"):
-            monkeypatch.setattr(f"{module}.is_patched", lambda: False)
-
-    return hide
-
-
-@pytest.fixture
-def unpatched(unpatch):
-    unpatch()
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ TIME_LIMIT = 600
 
 def serve(port):
     """Serve the CPU, with one thread, until the process ends."""
-    from kvtool.llama.library import api
-    from kvtool.llama.log import start_backends
+    from kvtool.llama.libllama.library import api
+    from kvtool.llama.libllama.log import start_backends
 
     def function(name, result, *arguments):
         c_function = getattr(api._lib, name)
@@ -59,7 +59,7 @@ class Endpoint(str):
 
 def skip_without_rpc():
     """Skip the test if the library is built without RPC."""
-    from kvtool.llama.library import library_path
+    from kvtool.llama.libllama.library import library_path
 
     if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")

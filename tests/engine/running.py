@@ -9,11 +9,11 @@ import numpy as np
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.decoder import FLASH
-from kvtool.llama.devices import devices, has_gpu
-from kvtool.llama.library import api
-from kvtool.llama.log import start_backends
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import FLASH
+from kvtool.llama.libllama.devices import devices, has_gpu
+from kvtool.llama.libllama.library import api
+from kvtool.llama.libllama.log import start_backends
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import Signal
 from kvtool.units import CACHE_TYPES
 from tests.reference import transformer

@@ -18,8 +18,8 @@ from kvtool import open_run
 from kvtool.config import archive
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.llama import devices
-from kvtool.llama.archive import Archive
+from kvtool.llama.cache.archive import Archive
+from kvtool.llama.libllama import devices
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
@@ -245,8 +245,8 @@ def test_chat_prints_the_size_limit_of_its_archive_at_its_start(talk, tmp_path, 
 
 
 def test_default_archive_limit_is_a_quarter_of_memory_or_half_of_the_disk(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**30)
-    monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**32)
+    monkeypatch.setattr("kvtool.llama.cache.archive.free_bytes", lambda: 2**30)
+    monkeypatch.setattr("kvtool.llama.cache.archive.free_disk_bytes", lambda file: 2**32)
     for file, most in ((None, 2**28), (str(tmp_path / "file"), 2**31)):
         run = RunOptions(model=str(tiny_model()), archive_file=file, threads=1)
         with open_run(run) as opened:
@@ -255,8 +255,8 @@ def test_default_archive_limit_is_a_quarter_of_memory_or_half_of_the_disk(tiny_m
 
 
 def test_too_little_free_memory_or_disk_space_for_an_archive_is_refused(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**12)
-    monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**11)
+    monkeypatch.setattr("kvtool.llama.cache.archive.free_bytes", lambda: 2**12)
+    monkeypatch.setattr("kvtool.llama.cache.archive.free_disk_bytes", lambda file: 2**11)
     file = str(tmp_path / "file")
     for place, start, end in (
         (None, "a quarter of the free memory", "free some memory, or choose a file with --archive-file"),

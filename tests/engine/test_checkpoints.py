@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from kvtool import policies
 from kvtool.engine import checkpoints
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
+from tests.engine import running
 from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
 from tests.engine.test_chunk_size import SLOW
 from tests.engine.test_rewind import logits, state
@@ -210,8 +213,9 @@ def test_rewind_to_forgotten_tokens_changes_nothing(tiny_model):
 FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
-@pytest.mark.parametrize("name", FORGETTING)
+@pytest.mark.parametrize(
+    ("name", "arch"), [*product(FORGETTING, ["llama"]), *product(running.KINDS, ["gemma3", "lfm2"])]
+)
 def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
     path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(500)
     with opened(path, name, prefill="stream") as engine, opened(path, name, prefill="stream") as fresh:

@@ -21,7 +21,7 @@ from kvtool.drafts.model import ModelDraft, check_draft
 from kvtool.engine.settings import MAX_DRAFT
 from kvtool.errors import UsageError
 from kvtool.kernels.ngrams import N_KEY
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.layers import Kind, Layer, Layers

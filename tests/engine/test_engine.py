@@ -15,7 +15,7 @@ from kvtool.config.report import report as said
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
 from kvtool.system.memory import rss_bytes
@@ -221,11 +221,10 @@ I32, F32 = np.int32, np.float32
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
+        (lambda view: newest(view, 20), "plan must return a Plan, got ndarray"),
         (lambda view: Plan(np.asfortranarray(newest(view, 20))), "keep is not C-contiguous"),
         (lambda view: Plan(newest(view, 20).tolist()), "keep must be a C-contiguous bool.*got list"),
-        (lambda view: Plan(newest(view, 20).astype(np.uint8)), "keep must be a C-contiguous bool.*got uint8"),
         (lambda view: Plan(newest(view, 20)[:, :-1]), "keep must be a C-contiguous bool"),
-        (lambda view: Plan(newest(view, 20)[:-1]), "keep must be a C-contiguous bool"),
         (lambda view: Plan(newest(view, 48)), "keeps 48 cells of a budget of 48"),
         (lambda view: Plan(np.zeros(view.pos.shape, np.bool_)), "keeps 0 cells of a budget of 48"),
         (
@@ -241,20 +240,14 @@ I32, F32 = np.int32, np.float32
             lambda view: _first_and_newest(view, Merge([[0], [0, 1]], [50], [49], [1.0])),
             "lists of one length",
         ),
-        (lambda view: _first_and_newest(view, Merge([0], [50], [49], None)), "lists of one length"),
         (_merging([0], [50], [51], [1.0]), r"merge 0 is row 0 of \d+, cells .* <- 51 of 51"),
         (_merging([0], [50], [-1], [1.0]), "merge 0 is row 0"),
         (_merging([0, 99], [50, 50], [0, 0], [1.0, 1.0]), "merge 1 is row 99"),
         (_merging([0], [3], [0], [1.0]), "row 0 merges a value into cell .*, which it evicts"),
         (_merging([0, 0], [50], [49], [1.0]), "lists of one length"),
-        (_merging([[0]], [50], [49], [1.0]), "lists of one length"),
         (_merging([0], [50], [49], [1.0], (F32, I32, I32, F32)), "must be whole numbers, .* got float32"),
-        (_merging([0], [50], [49], [1.0], (I32, I32, F32, F32)), "must be whole numbers"),
-        (_merging([0], [50], [49], [1.0], (I32, I32, np.bool_, F32)), "must be whole numbers, .* got bool"),
-        (_merging([0], [50], [49], [1], (I32, I32, I32, object)), "its weight numbers, got object"),
         (_merging([0], [50], [49], ["a"], (I32, I32, I32, np.str_)), "its weight numbers, got <U1"),
         (_merging([0, 0], [50, 49], [50, 49], [1.0, np.nan]), "merge 1 has a weight that is not finite"),
-        (_merging([0], [50], [49], [np.inf]), "merge 0 has a weight that is not finite"),
         (_merging([0], [50], [49], [1e39], (I32, I32, I32, np.float64)), "has a weight that is not finite"),
         (_merging([0] * 3, [50, 49, 50], [50, 49, 48], [1.0] * 3), "terms .* must be neighbours"),
     ],
@@ -716,11 +709,15 @@ def test_an_engine_names_an_argument_of_a_wrong_type(tiny_model, wrong, message)
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"),
-    [*product(["recall"], ["original", "auto"]), *product(KINDS, ["original", "auto", "in-cache"])],
+    ("name", "positions", "arch"),
+    [
+        *product(["recall"], ["original", "auto"], ["llama"]),
+        *product(KINDS, ["original", "auto", "in-cache"], ["llama"]),
+        ("h2o", "auto", "gemma3"),
+    ],
 )
-def test_reset_restores_the_initial_state(tiny_model, name, positions):
-    path, first, second = tiny_model(n_ctx_train=130), text(128, seed=1), text(128, seed=2)
+def test_reset_restores_the_initial_state(tiny_model, name, positions, arch):
+    path, first, second = tiny_model(arch, n_ctx_train=130), text(128, seed=1), text(128, seed=2)
     policy = policies.fit(name, 48, 16)
     with open_engine(path, policy, positions=positions) as engine:
         fresh = perplexity.stream(engine, second)

@@ -7,8 +7,8 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import LibraryError, StreamEnd, UsageError
-from kvtool.llama.archive import Archive
-from kvtool.llama.model import Model
+from kvtool.llama.cache.archive import Archive
+from kvtool.llama.loaded.model import Model
 from tests.engine.running import ON_CUDA, TOLERANCE, fit_recall, open_engine, text
 
 N_PROMPT, N_LATER = 400, 20

@@ -15,11 +15,11 @@ from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
-from kvtool.llama.context import Context
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.joint import MAX_CONTEXTS, JointContext, Part
-from kvtool.llama.library import error_text, lib
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.cache.joint import MAX_CONTEXTS, JointContext, Part
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.libllama.library import error_text, lib
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import Signal
 from kvtool.serve import batching
 from kvtool.serve.batching import ComputeLock, StepBatcher

@@ -20,8 +20,8 @@ from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError
-from kvtool.llama.joint import JointContext, Part
-from kvtool.llama.model import Model
+from kvtool.llama.cache.joint import JointContext, Part
+from kvtool.llama.loaded.model import Model
 from tests import forked
 from tests.engine.running import LOGITS, text
 

@@ -13,9 +13,9 @@ from kvtool.chats.writer import Writer
 from kvtool.drafts import mtp
 from kvtool.drafts.drafter import Drafter
 from kvtool.drafts.lookup import Lookup
-from kvtool.llama.library import LibraryError
-from kvtool.llama.model import Model
-from kvtool.llama.mtp import output_hidden, read_hidden
+from kvtool.llama.cache.mtp import output_hidden, read_hidden
+from kvtool.llama.libllama.library import LibraryError
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from tests import tiny

@@ -20,7 +20,6 @@ from tests.engine.running import (
     future_of,
     live,
     open_engine,
-    positions_of,
     text,
 )
 from tests.engine.test_exactness import twin
@@ -36,9 +35,9 @@ def evict(stream, name, policy, ends=()):
     twin_keep, _ = twin(name, policy)
 
     def keep(rows, **params):
-        for row in rows:
+        for row in rows if ends else ():
             for token in row:
-                later = ends[-1] - min(end for end in ends if token["pos"] < end) if ends else 0
+                later = ends[-1] - min(end for end in ends if token["pos"] < end)
                 token["seen"] = [(t + later, heads) for t, heads in token["seen"]]
         return twin_keep(rows, **params)
 
@@ -204,7 +203,7 @@ def test_bumblebee_summarizes_a_prompt_and_continues_as_a_stream(tiny_model, pos
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name):
-    path, tokens = tiny_model(n_ctx_train=130), text(308)
+    path, tokens = tiny_model(n_ctx_train=130), text(310)
     policy = policies.fit(name, 48, 8)
     model, parts = transformer.Llama(path), []
     for segment in np.array_split(tokens[:300], 3):
@@ -214,17 +213,13 @@ def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name
         parts.append(part)
     whole = transformer.join(parts, policy.n_keep)
     evict(whole, name, policy, ends=(100, 200, 300))
+    # `join` sets in_cache, so this eviction has closed the gaps between positions. Later evictions leave gaps
+    whole.in_cache = False
     with open_engine(path, policy, prefill="whole") as engine:
         engine.read(tokens[:300])
         assert np.abs(engine.context.logits()[0] - want[-1]).max() < LOGITS
-        assert live(engine) == positions_of(whole)
-        for at in range(300, 308):
-            engine.step(tokens[at : at + 1])
-            assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
         # the next plan also gives the same result, because the signals of the kept cells were not lost
-        evict(whole, name, policy)
-        engine.evict_if_due()
-        assert live(engine) == positions_of(whole)
+        assert_continues_as_defined(engine, whole, tokens[300:], lambda: evict(whole, name, policy))
 
 
 @pytest.mark.parametrize(

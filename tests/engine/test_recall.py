@@ -11,9 +11,9 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
-from kvtool.llama.archive import set_layer
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.library import check
+from kvtool.llama.cache.archive import set_layer
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.libllama.library import check
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
 from kvtool.policies.recall import Recall
@@ -56,19 +56,18 @@ def test_recalling_the_whole_archive_equals_the_full_cache(
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
-@pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
     # tolerances are larger if the cache's type rounds the keys of synthetic ("made") cells
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
 )
-def test_synthetic_cells_equal_the_full_cache(tiny_model, n_head_kv, n_threads, flash, kind, tolerance):
+def test_synthetic_cells_equal_the_full_cache(tiny_model, n_head_kv, flash, kind, tolerance):
     path, tokens = tiny_model(n_head_kv=n_head_kv), text(200)
     settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
     forgetting = scores(path, policies.fit("streamingllm", 48, 16), tokens, **settings)
     policy = fit(search="all")
-    with open_engine(path, policy, archive_type=kind, **settings, n_threads=n_threads) as engine:
+    with open_engine(path, policy, archive_type=kind, **settings) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.policy.recall.n_cell == 4 // n_head_kv
         assert engine.n_archived > 150
@@ -108,12 +107,9 @@ def test_archived_keys_and_values_may_have_different_types(tiny_model):
 @pytest.mark.parametrize(
     ("options", "shape", "settings"),
     [
-        (["chunk=1"], {"rope": "norm"}, {}),
-        (["chunk=4", "exact=1000000"], {"rope": "neox"}, {}),
-        (["chunk=16"], {"rope": "neox"}, {}),
-        (["chunk=2", "search=all"], {"rope": "norm"}, {}),
-        (["chunk=1"], {"rope": "neox"}, {"type_k": "q8_0", "flash": "on"}),
         (["chunk=1"], {"rope": "norm", "yarn": 4.0}, {}),
+        (["chunk=16"], {"rope": "neox"}, {"type_k": "q8_0", "flash": "on"}),
+        (["chunk=2", "search=all"], {"rope": "neox"}, {}),
     ],
     ids=str,
 )
@@ -121,11 +117,11 @@ def test_biases_of_keys_do_not_spoil_keys_of_4_bits(tiny_model, options, shape, 
     def scored(kind):
         with open_engine(path, policy, positions="auto", archive_type=kind, **settings) as engine:
             nll = perplexity.stream(engine, tokens)
-            assert engine.n_restart > 1
+            assert engine.n_restart > 0
             return nll
 
     path = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, key_bias=30.0, **shape)
-    policy, tokens = policies.fit("recall", 48, 16, options), text(1300)
+    policy, tokens = policies.fit("recall", 48, 16, options), text(900)
     exact = scored("f32")
     centered, plain = (np.abs(scored(kind) - exact).mean() for kind in ("iq4_nl", "q4_0"))
     assert centered < 0.4 * plain

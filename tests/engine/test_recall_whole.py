@@ -14,11 +14,11 @@ from kvtool import policies
 from kvtool.chats.writer import Writer
 from kvtool.cli.explain import explain_run, long_text
 from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
-from kvtool.llama.context import Context
-from kvtool.llama.devices import has_gpu
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.cache.segment import CLUSTERS
+from kvtool.llama.libllama.devices import has_gpu
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.segment import CLUSTERS
 from tests.engine.running import TOLERANCE, open_engine, text
 from tests.engine.running import fit_recall as fit
 from tests.engine.test_exact_reader import logits_of
@@ -147,7 +147,6 @@ def test_prompts_that_fit_in_half_of_a_gpu_are_read_whole_by_default(monkeypatch
     beside_gpu(monkeypatch, 2**40)
     for settings in (
         {"prefill": "stream"},
-        {"prefill": None, "kv_offload": False},
         {"prefill": None, "n_ctx": 256},
     ):
         with open_engine(path, fit(), **settings) as engine:

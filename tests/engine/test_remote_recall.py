@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.libllama.workers import add_rpc
 from kvtool.measure import perplexity
 from lab.benchmarks import wire
 from tests.engine import rpc_server, saved

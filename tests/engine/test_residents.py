@@ -15,10 +15,10 @@ from kvtool import policies
 from kvtool.config.report import line, report
 from kvtool.engine import residents
 from kvtool.errors import LibraryError, UsageError
-from kvtool.llama import log
-from kvtool.llama.archive import Archive
-from kvtool.llama.library import api
-from kvtool.llama.model import Model
+from kvtool.llama.cache.archive import Archive
+from kvtool.llama.libllama import log
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from lab.benchmarks import gpu_rows
 from tests.engine.running import ON_CUDA, open_engine, text
 from tests.engine.test_joint import Counting, one_by_one, run_streams

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama.context import Context
-from kvtool.llama.devices import devices
-from kvtool.llama.log import set_verbose
-from kvtool.llama.model import Model
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama.devices import devices
+from kvtool.llama.libllama.log import set_verbose
+from kvtool.llama.libllama.workers import add_rpc
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Signal, SignalRequest
 from lab.benchmarks.servers import reserved_port
@@ -43,26 +43,15 @@ POLICIES = {
     "recall": policies.fit("recall", 48, 16),
     "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
 }
-# name of the policy, positions, flash attention, and the model's architecture unless it is llama
+# name of the policy, positions, flash attention, and the model's architecture unless it is llama. The other
+# policies of POLICIES run in test_spares.py and test_offload.py
 RUNS = [
     ("h2o", "in-cache", "off"),
-    ("streamingllm", "in-cache", "off"),
-    ("merging", "in-cache", "off"),
-    ("merging", "original", "off"),
-    ("h2o", "in-cache", "on"),
-    ("merging", "in-cache", "on"),
-    ("bumblebee", "in-cache", "off"),
     ("scissorhands", "in-cache", "on"),
     ("tova", "original", "off"),
-    ("snapkv", "original", "off"),
-    ("expected", "in-cache", "on"),
-    ("expected", "auto", "off", "gemma3"),
-    ("roco", "original", "off"),
     ("logn", "original", "off"),
-    ("corm", "in-cache", "off"),
+    ("expected", "auto", "off", "gemma3"),
     ("h2o", "auto", "off", "gemma3"),
-    ("recall", "original", "off"),
-    ("recall", "auto", "on"),
     ("recall", "auto", "off", "gemma3"),
 ]
 N_TOKENS, N_ROW = 160, 4
@@ -181,7 +170,7 @@ def test_a_server_that_does_not_answer_is_an_error():
     # use another process, because llama.cpp ends its process if it cannot connect
     with reserved_port() as port:
         endpoint = f"127.0.0.1:{port}"
-        code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
+        code = f"from kvtool.llama.libllama.workers import add_rpc; add_rpc({endpoint!r})"
         done = forked.run([sys.executable, "-c", code], cwd=forked.ROOT)
     assert done.returncode == 1, done.stderr[-3000:]
     line = done.stderr.strip().rpartition("\n")[2]

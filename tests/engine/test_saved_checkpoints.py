@@ -12,7 +12,7 @@ from kvtool.chats import archive_file, session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.engine import checkpoints
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CHECKPOINTS, SavedCheckpoint, listed
+from kvtool.llama.cache.segment import CHECKPOINTS, SavedCheckpoint, listed
 from tests.engine.running import open_engine, text
 
 SPACING = 60
@@ -107,7 +107,7 @@ def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path
 
 
 @pytest.mark.parametrize("harm", ["damaged", "missing", "another"])
-@pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
+@pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, path, name, harm):
     with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
         engine.read(text(100))

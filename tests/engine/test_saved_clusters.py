@@ -13,7 +13,7 @@ from kvtool.chats import session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.cli import progress
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CENTERS, CLUSTER_DIGESTS, CLUSTERS, Clusters, listed
+from kvtool.llama.cache.segment import CENTERS, CLUSTER_DIGESTS, CLUSTERS, Clusters, listed
 from kvtool.measure import perplexity
 from tests.engine.running import open_engine, text
 

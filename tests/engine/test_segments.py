@@ -15,7 +15,7 @@ import pytest
 from kvtool.chats import archive_file, session
 from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CLUSTERS, TABLE, Clusters, Segment, clusters_name, listed, pieces
+from kvtool.llama.cache.segment import CLUSTERS, TABLE, Clusters, Segment, clusters_name, listed, pieces
 from kvtool.system import files
 from tests.tools.test_files import full_after
 
@@ -26,7 +26,7 @@ N_BYTES = sum(LAYERS)
 
 
 class Archive:
-    """Stand-in for kvtool.llama.archive.Archive that has the tokens `begin` to `end` - 1.
+    """Stand-in for kvtool.llama.cache.archive.Archive that has the tokens `begin` to `end` - 1.
 
     stream: seed of the tokens' bytes.
     """

@@ -16,13 +16,12 @@ import sys
 import numpy as np
 import pytest
 
-from kvtool.llama import workers
-from kvtool.llama.devices import devices
-from kvtool.llama.library import bind, lib
-from kvtool.llama.log import set_verbose
-from kvtool.llama.workers import _SPARE_BYTES, add_rpc
+from kvtool.llama.libllama import workers
+from kvtool.llama.libllama.devices import devices
+from kvtool.llama.libllama.library import bind, error_text, lib
+from kvtool.llama.libllama.log import set_verbose
+from kvtool.llama.libllama.workers import _SPARE_BYTES, add_rpc
 from lab.benchmarks import wire
-from tests import forked
 from tests.engine import rpc_server
 from tests.engine.running import open_engine, text
 from tests.engine.test_rpc import POLICIES
@@ -42,6 +41,7 @@ RUNS = [
     ("merging", "on", "f32", 3),
     ("recall", "on", "f32", 99),
     ("recall", "off", "f32", 3),
+    ("roco", "on", "f32", 99),
 ]
 N_LAYER = 4
 # the prompt has N_READ tokens. The others are decoded one by one: N_BEFORE tokens, and then N_COUNTED tokens
@@ -56,20 +56,29 @@ def step(engine, token):
 
 
 def run(path, name, flash, kind, n_gpu_layers, meter=None):
-    """Return (logits after each step, bytes of graphs sent for the last N_COUNTED tokens, signal_bytes)."""
+    """Return (logits after each step, bytes for the last N_COUNTED tokens, signal_bytes).
+
+    Bytes are those of the graphs that were sent, and those of logits and signals that were received.
+    """
     positions = "original" if name == "recall" else "in-cache"
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_batch": 16, "positions": positions}
     tokens = text(N_READ + N_BEFORE + N_COUNTED)
-    logits, before = [], 0
+    logits, before = [], (0, 0)
+
+    def counted():
+        sent, received = meter.read() if meter else ({"graph": 0}, {"get": 0})
+        return sent["graph"], received["get"]
+
     with open_engine(path, POLICIES[name], n_gpu_layers, **settings) as engine:
         engine.read(tokens[:N_READ])
         for i, token in enumerate(tokens[N_READ:]):
-            if i == N_BEFORE and meter:
-                before = meter.read()[0]["graph"]
+            if i == N_BEFORE:
+                before = counted()
             step(engine, token)
             logits.append(engine.context.logits()[0].tolist())
         assert engine.n_evicted > 80
-        return logits, meter.read()[0]["graph"] - before if meter else 0, engine.signal_bytes
+        n_bytes = np.subtract(counted(), before).tolist()
+        return logits, n_bytes, engine.signal_bytes
 
 
 def two_at_once(path):
@@ -152,10 +161,19 @@ def test_each_graph_is_sent_to_the_worker_once(remote, number):
     n_plan = N_COUNTED // 16
     # one graph per token and one per plan, for its edit; bumblebee also reads keys at each plan
     n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
-    sent = remote[0]["results"][number][1]
+    sent, _ = remote[0]["results"][number][1]
     # if a merge has more values than all earlier merges, it needs a new graph, which has to be sent
     most = 100_000 if name == "merging" else 0
     assert 0 <= sent - n_graph * RECOMPUTE <= most
+
+
+@pytest.mark.parametrize(("name", "n_signal"), [("streamingllm", 0), ("h2o", 1), ("roco", 2)])
+def test_signals_are_sent_once_per_plan(remote, name, n_signal):
+    number = [run[0] for run in RUNS].index(name)
+    _, received = remote[0]["results"][number][1]
+    # each answer begins with its size, in 8 bytes. A signal has a float for each of 256 cells in two rows of
+    # each layer
+    assert received == N_COUNTED * (8 + 4 * 320) + N_COUNTED // 16 * n_signal * (8 + 4 * 256 * 2 * N_LAYER)
 
 
 def test_spares_are_not_listed_as_devices(remote):
@@ -178,18 +196,12 @@ def test_stock_llama_cpp_puts_no_layers_on_spares(remote, path):
     assert printed["results"][0][0] == remote[0]["results"][0][0]
     # without spares the worker keeps only one graph, so the graphs of edits and of decoding are sent each
     # time
-    assert printed["results"][0][1] > 10 * remote[0]["results"][0][1]
+    assert printed["results"][0][1][0] > 10 * remote[0]["results"][0][1][0]
 
 
 def test_null_device_has_no_spare():
-    # in a new process, because `bind` replaces the declaration of llama_kvtool_spare for the whole process
-    code = (
-        "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
-        "bind('llama_kvtool_spare', pointer, pointer);"
-        "assert lib.llama_kvtool_spare(None) is None; print(error_text())"
-    )
-    done = forked.run([sys.executable, "-c", code], check=True)
-    assert done.stdout == "dev must not be null\n"
+    assert lib.llama_kvtool_spare(None) is None
+    assert error_text() == "dev must not be null"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
-from kvtool.llama import endpoints
+from kvtool.llama.libllama import endpoints
 from lab.benchmarks.servers import reserved_port
 from tests import forked, tiny
 from tests.cli.called import CUT, KEEPS, called, one_line
@@ -367,30 +367,3 @@ def test_compare_over_two_workers_gives_the_local_results(workers, model, tmp_pa
         assert (here["rpc"], there["rpc"]) == ([], [worker.endpoint for worker in workers])
         assert there["nll"] == pytest.approx(here["nll"], abs=1e-4)
         assert there["kl"] == pytest.approx(here["kl"], abs=1e-4)
-
-
-# what goes over the wire
-
-
-def test_signals_are_sent_once_per_plan(model, tmp_path):
-    (tmp_path / "text").write_text(TEXT)
-    command = ["-m", "lab.benchmarks.wire", tmp_path / "text", "-m", model, "--json", tmp_path / "wire.json"]
-    command += ["--budget", 256, "--tokens", 32, "--policies", "streamingllm,h2o,roco"]
-    done = forked.run_python(*command)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = {row["policy"]: row for row in json.loads((tmp_path / "wire.json").read_text())["rows"]}
-    for name, n_signal in (("streamingllm", 0), ("h2o", 1), ("roco", 2)):
-        row = rows[name]
-        assert row["n_plan"] == 2
-        assert row["n_signal"] == n_signal
-        beyond = row["beyond_stock_a_plan"]
-        # each signal has an f32 for 256 cells in 8 rows. Each answer begins with its size, in 8 bytes
-        assert beyond["signals"] == 4 * 8 * 256 * n_signal + 8 * n_signal
-        # in each of 8 rows up to 16 cells move. A move needs two indices of 4 bytes, one for the key and one
-        # for the value
-        moved = 8 * 16 * (4 + 4)
-        assert 0 < beyond["edits"] <= moved + 2 * 400
-        # the command to compute a graph again has 13 bytes. The worker has kept the graph of the previous
-        # plan
-        assert beyond["graphs"] == 13
-    assert rows["stock"]["received"]["get"] == 8 + 4 * 320

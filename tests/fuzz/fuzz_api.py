@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.errors import LibraryError
-from kvtool.llama.archive import set_layer
-from kvtool.llama.context import Context
-from kvtool.llama.library import Edit, EnableParams, check, error_text, lib
-from kvtool.llama.model import Model
+from kvtool.llama.cache.archive import set_layer
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama.library import Edit, EnableParams, check, error_text, lib
+from kvtool.llama.loaded.model import Model
 from kvtool.policy import Signal
 from tests import tiny
 

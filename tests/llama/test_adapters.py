@@ -11,9 +11,9 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import ModelError, UsageError
-from kvtool.llama.adapters import Adapter, adapter_texts, identities
-from kvtool.llama.context import Context
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.adapters import Adapter, adapter_texts, identities
+from kvtool.llama.loaded.model import Model
 from kvtool.models.download import sha256
 from tests import tiny
 from tests.engine.running import LOGITS, text

@@ -9,19 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.errors import LibraryError
-from kvtool.llama import bindings
+from kvtool.llama.libllama import bindings
 
 
 def packages(monkeypatch, **found):
-    """Pretend that only the packages in `found` are installed. Return a list that collects attempted imports.
+    """Pretend that only the packages in `found` are installed.
 
     found: {package: its bindings, or the error that its import raises}.
     """
-    attempted = []
 
     def import_module(name):
         package = name.partition(".")[0]
-        attempted.append(package)
         if package not in found:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         if isinstance(found[package], Exception):
@@ -29,20 +27,20 @@ def packages(monkeypatch, **found):
         return found[package]
 
     monkeypatch.setattr(bindings, "import_module", import_module)
-    return attempted
 
 
-def test_kvtool_llama_is_preferred_to_a_stock_llama_cpp(monkeypatch):
-    attempted = packages(monkeypatch, kvtool_llama="ours", llama_cpp="stock")
-    assert bindings._load() == "ours"
-    assert attempted == ["kvtool_llama"]
+def test_only_kvtool_llama_is_loaded(monkeypatch):
+    ours = SimpleNamespace(_lib=SimpleNamespace(llama_kvtool_abi=None))
+    packages(monkeypatch, kvtool_llama=ours, llama_cpp="stock")
+    assert bindings._load() is ours
     packages(monkeypatch, llama_cpp="stock")
-    assert bindings._load() == "stock"
-
-
-def test_missing_library_error_says_how_to_build_it(monkeypatch):
-    packages(monkeypatch)
     with pytest.raises(LibraryError, match=r"^there is no llama\.cpp yet; build it: "):
+        bindings._load()
+
+
+def test_library_without_the_patch_is_refused(monkeypatch):
+    packages(monkeypatch, kvtool_llama=SimpleNamespace(_lib=SimpleNamespace()))
+    with pytest.raises(LibraryError, match="was built without kvtool's patch; build the one"):
         bindings._load()
 
 
@@ -55,8 +53,8 @@ def test_missing_library_error_says_how_to_build_it(monkeypatch):
         (ImportError("no such symbol"), bindings.build_command()),
     ],
 )
-def test_broken_kvtool_llama_is_an_error_despite_a_stock_llama_cpp(monkeypatch, error, how):
-    packages(monkeypatch, kvtool_llama=error, llama_cpp="stock")
+def test_broken_kvtool_llama_is_an_error(monkeypatch, error, how):
+    packages(monkeypatch, kvtool_llama=error)
     with pytest.raises(LibraryError, match=re.escape(f"({error}); repair it with: {how}")):
         bindings._load()
 
@@ -107,12 +105,3 @@ def test_cpu_that_no_part_supports_is_an_error(monkeypatch):
     library(monkeypatch, there=False, loads=False)
     with pytest.raises(LibraryError, match=r"no part of llama\.cpp in /site/kvtool_llama/lib runs here"):
         bindings.load_parts()
-
-
-def test_upstream_version_is_that_of_the_loaded_library(monkeypatch):
-    monkeypatch.setattr(bindings, "api", SimpleNamespace(__name__="kvtool_llama.llama_cpp"))
-    packages(monkeypatch, kvtool_llama=SimpleNamespace(UPSTREAM="0.3.36"))
-    monkeypatch.setattr(bindings, "version", lambda name: {"llama-cpp-python": "0.2.0"}[name])
-    assert (bindings.is_ours(), bindings.upstream(), bindings.stock_version()) == (True, "0.3.36", "0.2.0")
-    monkeypatch.setattr(bindings, "api", SimpleNamespace(__name__="llama_cpp.llama_cpp"))
-    assert (bindings.is_ours(), bindings.upstream()) == (False, "0.2.0")

@@ -18,12 +18,12 @@ from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.constraint import Matcher, Vocabulary
-from kvtool.llama.gbnf import MAX_CHARACTERS, rules_of
-from kvtool.llama.model import Model
+from kvtool.llama.grammar.constraint import Matcher, Vocabulary
+from kvtool.llama.grammar.gbnf import MAX_CHARACTERS, rules_of
+from kvtool.llama.grammar.schema import Unenforced, enforced
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
-from kvtool.llama.schema import Unenforced, enforced
 from tests.cli.called import called, one_line
 from tests.engine.running import open_engine
 

@@ -20,13 +20,14 @@ from kvtool.config import drafting
 from kvtool.config import model as config_model
 from kvtool.config.run import RunOptions, WriteOptions
 from kvtool.errors import ModelError, UsageError
-from kvtool.llama import devices, placement
-from kvtool.llama.context import Context
-from kvtool.llama.devices import buffers, gpus, has_gpu
-from kvtool.llama.log import set_verbose
-from kvtool.llama.model import Model
-from kvtool.llama.placement import Placement, parse_overrides, parse_shares
-from kvtool.llama.workers import add_rpc
+from kvtool.llama.cache.context import Context
+from kvtool.llama.libllama import devices
+from kvtool.llama.libllama.devices import buffers, gpus, has_gpu
+from kvtool.llama.libllama.log import set_verbose
+from kvtool.llama.libllama.workers import add_rpc
+from kvtool.llama.loaded import placement
+from kvtool.llama.loaded.model import Model
+from kvtool.llama.loaded.placement import Placement, parse_overrides, parse_shares
 from kvtool.models.header import read
 from tests.engine import rpc_server
 from tests.engine.running import LOGITS, text

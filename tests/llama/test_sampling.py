@@ -28,7 +28,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import InputError, UsageError
 from kvtool.kernels.likelihood import token_nll
-from kvtool.llama.library import api
+from kvtool.llama.libllama.library import api
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.options import declared

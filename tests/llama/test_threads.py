@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool import policies
-from kvtool.llama.threads import Threads
+from kvtool.llama.cache.threads import Threads
 from kvtool.measure import perplexity
 from kvtool.system import cpu
 from tests.engine.running import open_engine
@@ -148,9 +148,9 @@ def test_nll_does_not_depend_on_the_number_of_threads(smollm2, monkeypatch, shar
     nll = []
     for n_threads in (1, 2, None):
         if n_threads is None:
-            monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 2)
-            monkeypatch.setattr("kvtool.llama.decoder.has_gpu", lambda: False)
-            monkeypatch.setattr("kvtool.llama.decoder.Threads", Alternating)
+            monkeypatch.setattr("kvtool.llama.cache.decoder.default_threads", lambda: 2)
+            monkeypatch.setattr("kvtool.llama.cache.decoder.has_gpu", lambda: False)
+            monkeypatch.setattr("kvtool.llama.cache.decoder.Threads", Alternating)
         with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **how) as engine:
             tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(48, 80)]
             nll.append(perplexity.stream(engine, tokens))

@@ -15,7 +15,7 @@ from kvtool.chats.writer import Writer
 from kvtool.cli import fits, model_advice
 from kvtool.cli import models as cli
 from kvtool.cli.model_advice import better_model, too_much
-from kvtool.llama import devices
+from kvtool.llama.libllama import devices
 from kvtool.models.catalogue import parse, registry
 from kvtool.system import memory as system_memory
 from tests.cli.called import called

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvtool.errors import LibraryError, ModelError, UsageError
-from kvtool.llama.context import Context
-from kvtool.llama.model import Model
+from kvtool.errors import ModelError, UsageError
+from kvtool.llama.cache.context import Context
+from kvtool.llama.loaded.model import Model
 from kvtool.models.header import read
 from kvtool.models.layers import PAD, Kind, Layer, Layers
 from kvtool.units import CACHE_TYPES
@@ -24,11 +24,6 @@ def layers_of(path):
         return model.layers
     finally:
         model.close()
-
-
-@pytest.fixture
-def unpatched(monkeypatch):
-    monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
 
 
 # bytes computed from a list of layers
@@ -205,12 +200,9 @@ def test_recurrent_layers_have_states_and_other_layers_have_rows(tiny_model):
     assert (layers.kinds, layers.n_swa) == (["recurrent layers"], 0)
 
 
-def test_m_rope_is_reported_with_and_without_the_patch(tiny_model, monkeypatch):
+def test_m_rope_is_reported(tiny_model):
     path = tiny_model("qwen2vl")
     assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
-    # a llama.cpp without kvtool's patch reports M-RoPE too
-    monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
-    assert layers_of(path).rope == "M-RoPE"
 
 
 def test_window_of_zero_tokens_is_an_error_if_layers_slide(tmp_path):
@@ -233,24 +225,8 @@ def test_layers_of_a_closed_model_raise_usage_error(tiny_model):
         _ = model.layers
 
 
-# llama.cpp without kvtool's patch
-
-
-@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
-def test_sliding_and_recurrent_models_are_refused_without_the_patch(tiny_model, unpatched, arch):
-    message = (
-        "^this llama.cpp was built without kvtool's patch, "
-        "which models with sliding or recurrent layers need; build .*make setup"
-    )
-    with pytest.raises(LibraryError, match=message) as error:
-        layers_of(tiny_model(arch))
-    assert "\n" not in str(error.value)
-
-
-def test_plain_layers_come_from_the_header_without_the_patch(tiny_model, unpatched):
-    path = tiny_model(arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
-    layers = layers_of(path)
-    assert layers == read(path).plain_layers
+def test_plain_layers_come_from_the_header(tiny_model):
+    layers = read(tiny_model(arch="deci", n_layer=3, n_head_kv=[1, 2, 4])).plain_layers
     assert [layer.n_head_kv for layer in layers.all] == [1, 2, 4]
     assert (layers.kinds, layers.n_row) == ([], 7)
 

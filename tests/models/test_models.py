@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from kvtool.cli import models as cli
 from kvtool.errors import ModelError, UsageError
-from kvtool.llama.library import lib
+from kvtool.llama.libllama.library import lib
 from kvtool.models import catalogue, download
 from kvtool.models import resolve as resolving
 from kvtool.models.catalogue import Entry, parse, registry

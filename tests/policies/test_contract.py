@@ -17,14 +17,10 @@ every_policy = pytest.mark.parametrize("name", policies.names())
 # all policies but full, which never evicts
 EVICTING = [name for name in policies.names() if policies.load(name).evicts]
 every_evicting_policy = pytest.mark.parametrize("name", EVICTING)
-# tests of sinks or of state run only for policies that have sinks or state
-every_policy_with_sinks = pytest.mark.parametrize(
-    "name", [name for name in EVICTING if policies.fit(name, 40).exempt[0]]
-)
+# tests of state run only for policies that have state
 every_policy_with_state = pytest.mark.parametrize(
     "name", [name for name in EVICTING if policies.fit(name, 40).start(1, 40, 8)]
 )
-every_budget = pytest.mark.parametrize("budget", [16, 40, 65])
 
 
 def make(name, budget, seed=0):
@@ -42,15 +38,20 @@ def plans(name, budget, pinned=0, n_plan=5, held=0):
         cache.apply(plan.keep)
 
 
-@every_budget
+@pytest.mark.parametrize("budget", [16, 65])
 @every_evicting_policy
-def test_keeps_fewer_than_the_budget_and_equally_many_per_row(name, budget):
-    for policy, _, view, plan in plans(name, budget):
-        assert plan.keep.dtype == np.bool_
-        assert plan.keep.shape == view.pos.shape
-        n_kept = set(plan.keep.sum(axis=1).tolist())
-        assert len(n_kept) == 1 or policy.ragged
-        assert 1 <= min(n_kept) <= max(n_kept) < policy.n_live
+def test_rows_keep_protected_tokens_and_fewer_than_the_budget(name, budget):
+    n_keep, (sinks, _) = policies.fit(name, budget).n_keep, policies.fit(name, budget).exempt
+    held = (0, min(6, n_keep - 4)), (0, n_keep - max(sinks, 1)), (5, n_keep - 5)
+    for n_pinned, n_held in ((0, 0), (1, 0), (n_keep - 2, 0), (n_keep - 1, 0), *held):
+        for policy, cache, view, plan in plans(name, budget, n_pinned, held=n_held):
+            assert plan.keep.dtype == np.bool_
+            assert plan.keep.shape == view.pos.shape
+            protected = {*range(max(sinks, n_pinned)), *range(cache.next - max(n_held, 1), cache.next)}
+            for row in kept(view, plan):
+                assert protected <= set(row)
+                assert len(row) < policy.n_live
+            assert policy.ragged or len(set(plan.keep.sum(axis=1).tolist())) == 1
 
 
 @every_policy
@@ -67,44 +68,6 @@ def test_full_keeps_all_even_at_the_budget():
     for n_token in (40, 1):
         cache.grow(n_token)
         assert cache.plan()[1].keep.all()
-
-
-@every_budget
-@every_evicting_policy
-def test_keeps_the_newest_token(name, budget):
-    for _, cache, view, plan in plans(name, budget):
-        assert all(cache.next - 1 in row for row in kept(view, plan))
-
-
-@every_budget
-@every_policy_with_sinks
-def test_keeps_the_sinks(name, budget):
-    for policy, _, view, plan in plans(name, budget):
-        assert all(set(row) >= set(range(getattr(policy, "sinks", 0))) for row in kept(view, plan))
-
-
-@every_budget
-@every_evicting_policy
-def test_keeps_pinned_and_newest_tokens_if_both_fit(name, budget):
-    n_keep = policies.fit(name, budget).n_keep
-    for pinned in (1, min(7, n_keep - 1), n_keep - 2, n_keep - 1):
-        for policy, cache, view, plan in plans(name, budget, pinned):
-            for row in kept(view, plan):
-                assert set(row) >= {*range(pinned), cache.next - 1}
-                assert len(row) < policy.n_live
-            assert len({len(row) for row in kept(view, plan)}) == 1 or policy.ragged
-
-
-@every_budget
-@every_evicting_policy
-def test_keeps_held_and_pinned_tokens(name, budget):
-    n_keep = policies.fit(name, budget).n_keep
-    sinks = policies.fit(name, budget).exempt[0]
-    for pinned, held in ((0, min(6, n_keep - 4)), (0, n_keep - max(sinks, 1)), (5, n_keep - 5)):
-        for policy, cache, view, plan in plans(name, budget, pinned, held=held):
-            for row in kept(view, plan):
-                assert set(row) >= {*range(pinned), *range(cache.next - held, cache.next)}
-                assert len(row) < policy.n_live
 
 
 @every_policy
@@ -179,20 +142,14 @@ def test_parameters_are_listed_explained_and_settable(name):
 REFUSED = {
     "bumblebee": [
         ({"mixture": 1.5}, r"mixture must be in 0\.\.1, got 1\.5"),
-        ({"mixture": -0.1}, r"mixture must be in 0\.\.1, got -0\.1"),
         ({"mixture": math.nan}, r"mixture must be in 0\.\.1, got nan"),
         ({"phi": "sqrt"}, "phi must be one of log, power, got 'sqrt'"),
-        ({"greedy": "eager"}, "greedy must be one of lazy, stochastic, got 'eager'"),
-        ({"similarity": "f64"}, "similarity must be one of f32, f16, recompute, got 'f64'"),
-        ({"cosine": "cos"}, "cosine must be one of relu, shifted, absolute, got 'cos'"),
         ({"grow": -1.0}, "grow must be 0 or more, and finite, got -1"),
-        ({"grow": math.nan}, "grow must be 0 or more, and finite, got nan"),
         ({"window": 53}, r"window must be in 0\.\.52 .*, got 53"),
     ],
     "buzz": [
         ({"sinks": -1}, "sinks must not be negative, got -1"),
         ({"stride": 2}, "stride must be 3 or more .*, got 2"),
-        ({"stride": 0}, "stride must be 3 or more .*, got 0"),
         ({"window": 0}, "window must be 1 or more, got 0"),
         ({"window": 58}, r"threshold must be 2 or more, got 1 \(the budget of 64 less 4 sinks, 58 window"),
         ({"window": 5, "threshold": 9}, r"sinks 4 \+ window 5 \+ threshold 9 .* the budget of 64, got 19"),
@@ -205,20 +162,15 @@ REFUSED = {
     ],
     "expected": [
         ({"queries": 0}, "queries must be 1 or more, got 0"),
-        ({"ahead": 0}, "ahead must be 1 or more, got 0"),
-        ({"epsilon": -0.1}, r"epsilon must not be negative, got -0\.1"),
         ({"epsilon": math.nan}, "epsilon must not be negative, got nan"),
         ({"window": 0}, r"window must be in 1\.\.52 .*, got 0"),
-        ({"heads": "other"}, "heads must be one of equal, adaptive, got 'other'"),
     ],
     "h2o": [
         ({"score": "max"}, "score must be one of sum, mean, got 'max'"),
         ({"per": "head"}, "per must be one of row, layer, all, got 'head'"),
         ({"group": "last"}, "group must be one of sum, mean, max, first, got 'last'"),
         ({"decay": 1.5}, r"decay must be in 0\.\.1, got 1\.5"),
-        ({"decay": -0.5}, r"decay must be in 0\.\.1, got -0\.5"),
         ({"decay_beyond": -1.0}, r"decay_beyond must be in 0\.\.1, got -1\.0"),
-        ({"decay": math.nan}, r"decay must be in 0\.\.1, got nan"),
         ({"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
         ({"heads": "adaptive", "per": "layer"}, "heads=adaptive needs per=row, got per=layer"),
         ({"heads": "adaptive", "window": 57}, r"window must be in 0\.\.56 \(the budget of 64 less"),
@@ -235,8 +187,6 @@ REFUSED = {
     ],
     "roco": [
         ({"keep_std": 47}, r"keep_std must be in 0\.\.42 .* 8 slack, 4 sinks and 10 window\), got 47"),
-        ({"keep_std": -1}, r"keep_std must be in 0\.\.42 .*, got -1"),
-        ({"window": 53}, r"window must be in 0\.\.52 .*, got 53"),
     ],
     "scissorhands": [({"window": 1, "history": 0}, "history must be 1 or more, got 0")],
     "snapkv": [
@@ -244,14 +194,12 @@ REFUSED = {
         ({"kernel": -1}, "kernel must be odd, 1 or more, got -1"),
         ({"pool": "min"}, "pool must be one of avg, max, got 'min'"),
         ({"window": 0}, r"window must be in 1\.\.56 .*, got 0"),
-        ({"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
         ({"layers": "uneven"}, "layers must be one of equal, adaptive, got 'uneven'"),
         ({"floor": 1.2}, r"floor must be in 0\.\.1, got 1\.2"),
         ({"floor": 0.5}, "floor needs heads=adaptive: the rows of a layer keep the same number of cells"),
     ],
     "tova": [({"per": "head"}, "per must be one of layer, row, got 'head'")],
     "weightedkv": [
-        ({"window": 0}, r"window must be in 1..52 .*, got 0"),
         ({"window": 60}, r"window must be in 1..52 \(the budget of 64 less 8 slack and 4 sinks\), got 60"),
         ({"sinks": -1}, "sinks must not be negative, got -1"),
     ],

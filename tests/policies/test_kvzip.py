@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,19 +95,17 @@ def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=6
         assert_continues_as_defined(engine, stream, tokens[n:], lambda: evict(engine, stream))
 
 
-@pytest.mark.share(3, "positions", "chunk")
-@pytest.mark.parametrize("positions", ["original", "in-cache"])
-@pytest.mark.parametrize("chunk", [2048, 100, 7])
-@pytest.mark.parametrize(("n_pinned", "n_held"), [(0, 0), (11, 6)])
+# the prompt is repeated in one chunk, in two or three, or in many
+@pytest.mark.parametrize(
+    ("positions", "chunk", "n_pinned", "n_held"),
+    [("original", 2048, 0, 0), ("in-cache", 2048, 11, 6), ("original", 100, 11, 6), ("in-cache", 30, 0, 0)],
+)
 def test_prompt_keeps_the_tokens_of_the_definition(tiny_model, positions, chunk, n_pinned, n_held):
     how = {"n_pinned": n_pinned, "n_held": n_held, "positions": positions}
     check_prompt(tiny_model(n_head_kv=2), [f"chunk={chunk}"], **how)
 
 
-@pytest.mark.share(2, "chunk", "n_batch")
-@pytest.mark.parametrize("chunk", [2048, 100])
-@pytest.mark.parametrize("n_batch", [512, 64])
-@pytest.mark.parametrize("floor", [0, 0.5])
+@pytest.mark.parametrize(("chunk", "n_batch", "floor"), [(2048, 64, 0), (100, 512, 0.5)])
 def test_rows_that_share_a_budget_keep_the_tokens_of_the_definition(tiny_model, chunk, n_batch, floor):
     options = [f"chunk={chunk}", "heads=adaptive", f"floor={floor}"]
     check_prompt(tiny_model(n_head_kv=2), options, n_pinned=11, n_held=6, n_batch=n_batch)
@@ -268,32 +262,3 @@ def test_saved_prompt_can_be_restored_for_several_questions(tiny_model):
             engine.read(question)
         logits.append(engine.context.logits().copy())
     assert np.array_equal(*logits)
-
-
-def test_scores_and_kept_tokens_equal_those_of_kvpress(tiny_model, tmp_path):
-    python = os.environ.get("KVPRESS_PYTHON")
-    if not python:
-        pytest.skip("KVPRESS_PYTHON names no Python that has kvpress")
-    path, tokens = tiny_model(rope="neox"), text(200)
-    script, prompt, out = (
-        Path(__file__).parent / "kvpress_kvzip.py",
-        tmp_path / "prompt",
-        tmp_path / "scores.npy",
-    )
-    # kvpress does not protect the newest token
-    policy = policies.fit("kvzip", 72, 8, ["window=0"])
-    with open_engine(path, policy) as engine:
-        words = policy.reconstruction
-        texts = {
-            text: engine.model.tokenize(text).tolist() for text in (words.first, words.later, words.close)
-        }
-        prompt.write_text(json.dumps({"tokens": tokens.tolist(), "texts": texts}))
-        subprocess.run([python, script, path, prompt, out], check=True)
-        scores = np.load(out)
-        engine.read(tokens)
-        pos = engine.rows.pos[:, : engine.n_kv]
-        engine_scores = engine.state[0][:, : engine.n_kv]
-        np.testing.assert_allclose(engine_scores, np.take_along_axis(scores, pos, axis=1), atol=LOGITS / 10)
-        scores[:, : policy.sinks] = 2
-        best = [np.argsort(row)[-policy.n_keep :] for row in scores]
-        assert live(engine) == [sorted(row.tolist()) for row in best]

@@ -65,7 +65,7 @@ def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwarg
         cache.apply(plan.keep)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("evict_every", [1, 5])
 @pytest.mark.parametrize("budget", [14, 37])
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -85,7 +85,7 @@ def test_keeps_the_same_tokens_if_all_scores_tie(share_of, name, options):
     stream(name, options, 30, 4, seed=2, n_value=1, n_plan=share_of(5, 7))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("pinned", [3, 9, 10, 11, 12])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_keeps_the_same_tokens_next_to_pinned_ones(share_of, name, options, pinned):

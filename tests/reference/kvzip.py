@@ -6,6 +6,8 @@ last, the oldest first.
 
 import math
 
+import numpy as np
+
 from . import ends, keep_ranked
 
 CASES = [
@@ -30,13 +32,14 @@ def reconstruct(stream, begin, end, asked, repeated):
     repeated: the tokens to repeat. asked: the request to repeat them, which is decoded first.
     """
     n, next, counter = stream.n, stream.next, stream.counter
-    seen = {row: [len(queries) for queries in row.seen] for rows in stream.rows for row in rows}
+    rows = [row for rows in stream.rows for row in rows]
+    n_step = [len(row.steps) for row in rows]
     stream.decode([*asked, *repeated])
-    for row, n_seen in seen.items():
-        for i in range(n):
-            new = row.seen[i][n_seen[i] :]
-            if begin <= row.pos[i] < end:
-                row.notes[i]["score"] = max(attention for _, heads in new for attention in heads)
+    for row, m in zip(rows, n_step, strict=True):
+        # several layers may read a row
+        score = np.max([attn[..., :n].max(axis=(0, 1)) for _, _, attn, _ in row.steps[m:]], axis=0)
+        for i in np.flatnonzero((begin <= row.pos[:n]) & (row.pos[:n] < end)):
+            row.notes[i]["score"] = float(score[i])
+        row.steps = row.steps[:m]
         row.keep(row.pos[:n])
-        row.seen = [queries[:m] for queries, m in zip(row.seen, n_seen, strict=True)]
     stream.next, stream.counter = next, counter

@@ -31,7 +31,9 @@ class Row:
     mass f64[n]: sum of the attention of all queries so far, over the group and all layers that read the row.
     last f64[n]: attention of the newest query, over the same heads.
     seen: for each entry, the attention of each query since the entry came. The format is that of `rows` in
-    tests/reference/__init__.py.
+    tests/reference/__init__.py. The lists are slow to make, so they are made when they are read.
+    steps: the batches that are not in `seen` yet, each as (t, positions of the row's entries, attention
+    f64[head, query, entry], is_first). See Stream._note.
     old, notes: for each entry, the values of these names in the records; at first False and empty.
     asked: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
     the row.
@@ -46,7 +48,8 @@ class Row:
         self.value = np.empty((0, value_dim))
         self.mass = np.empty(0)
         self.last = np.empty(0)
-        self.seen = []
+        self._seen = []
+        self.steps = []
         self.old = []
         self.notes = []
         self.asked = []
@@ -56,22 +59,38 @@ class Row:
     def __len__(self):
         return len(self.pos)
 
+    @property
+    def seen(self):
+        for t, pos, attn, is_first in self.steps:
+            n = np.searchsorted(self.pos, pos[-1], side="right")
+            # an entry of this batch is seen from its own query on, an older entry by all queries
+            begin = np.maximum(self.pos[:n] - (pos[-1] + 1 - len(t)), 0).tolist()
+            heads = attn.T[np.searchsorted(pos, self.pos[:n])].tolist()
+            for seen, first, new in zip(self._seen, begin, heads, strict=False):
+                if is_first:
+                    seen.extend(zip(t[first:], new[first:], strict=True))
+                else:
+                    for (_, known), more in zip(seen[first - len(t) :], new[first:], strict=True):
+                        known.extend(more)
+        self.steps = []
+        return self._seen
+
     def append(self, pos, rot, key, value):
         new = {"pos": pos, "rot": rot, "key": key, "value": value}
         for name, values in (new | dict.fromkeys(("mass", "last"), np.zeros(len(pos)))).items():
             setattr(self, name, np.concatenate((getattr(self, name), values)))
-        self.seen += [[] for _ in pos]
+        self._seen += [[] for _ in pos]
         self.old += [False] * len(pos)
         self.notes += [{} for _ in pos]
 
     def records(self, scaled=lambda keys: keys):
         """Return the row's records. `scaled` transforms keys f64[n, head_dim] like the model after RoPE."""
-        names = ("pos", "mass", "last", "seen", "key", "old", "notes")
+        names = ("pos", "mass", "last", "key", "old", "notes")
         keys = scaled(self.key.view(np.float64)).tolist()
-        extra = (self.old, self.notes)
-        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.seen, keys, *extra)
+        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), keys, self.old, self.notes)
         return [
-            dict(zip(names, values, strict=True), row=self.number) for values in zip(*columns, strict=True)
+            Record(self, i, zip(names, values, strict=True))
+            for i, values in enumerate(zip(*columns, strict=True))
         ]
 
     def keep(self, positions):
@@ -80,7 +99,7 @@ class Row:
             raise ValueError(f"the positions that stay must be sorted and no two equal, got {positions}")
         for name in ("pos", "rot", "key", "value", "mass", "last"):
             setattr(self, name, getattr(self, name)[index])
-        for name in ("seen", "old", "notes"):
+        for name in ("_seen", "old", "notes"):
             setattr(self, name, [getattr(self, name)[i] for i in index])
 
     def merge(self, terms):
@@ -97,6 +116,20 @@ class Row:
         if np.any(index == len(self)) or np.any(self.pos[index] != positions):
             raise ValueError(f"not all of these positions are in the row: {positions}")
         return index
+
+
+class Record(dict):
+    """Values of entry i of a row, by name. `seen` is added when it is read."""
+
+    def __init__(self, row, i, values):
+        super().__init__(values, row=row.number)
+        self._of, self._i = row, i
+
+    def __missing__(self, name):
+        if name != "seen":
+            raise KeyError(name)
+        self["seen"] = self._of.seen[self._i]
+        return self["seen"]
 
 
 class Archive:
@@ -331,14 +364,8 @@ class Stream:
         """
         row.mass += attn.sum(axis=(0, 1))
         row.last = attn[:, -1].sum(axis=0) + (0 if is_first else row.last)
-        pos, _, t = self._batch
-        steps = zip(pos.tolist(), t.tolist(), attn.swapaxes(0, 1), strict=True)
-        for step, n, heads_attn in steps if row.number >= 0 else ():
-            for seen, heads, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
-                if at <= step and is_first:
-                    seen.append((n, heads))
-                elif at <= step:
-                    seen[step - int(pos[-1]) - 1][1].extend(heads)
+        if row.number >= 0:
+            row.steps.append((self._batch.t.tolist(), row.pos, attn, is_first))
 
     def _late(self, row):
         return row.number * (self.n_block // 4) // sum(map(len, self.rows))

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from tests.serve.late import openai
 
 

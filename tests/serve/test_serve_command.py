@@ -128,7 +128,6 @@ def test_missing_packages_are_named_with_the_install_command(tmp_path):
     assert done.stderr == f"kvtool: starlette is missing; install it: pip install '{ROOT}[serve]'\n"
 
     # A missing llama.cpp is reported before the server's missing packages, which are of no use without it.
-    (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
     (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
     assert "there is no llama.cpp yet; build it" in served().stderr
 

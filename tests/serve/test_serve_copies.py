@@ -10,8 +10,8 @@ from contextlib import closing
 import pytest
 
 from kvtool.chats import archive_file, session
-from kvtool.llama.model import Model
-from kvtool.llama.segment import SavedCheckpoint, listed
+from kvtool.llama.cache.segment import SavedCheckpoint, listed
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.store.chats import ChatStore
 from tests import tiny
 from tests.serve.asking import ask, message

@@ -256,7 +256,7 @@ import os
 import signal
 import threading
 from kvtool.__main__ import main
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 
 is_freed = threading.Event()
 close, tokenize = Model.close, Model.tokenize

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import Splitter, apart, tags_in
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.tools.prompt import for_template
 from tests import tiny

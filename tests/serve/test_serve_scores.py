@@ -9,7 +9,7 @@ from kvtool import open_run
 from kvtool.chats.logprobs import Offsets, logprobs
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import ModelError
-from kvtool.llama.context import Context
+from kvtool.llama.cache.context import Context
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
 from kvtool.serve.api.completions import server_event

@@ -14,7 +14,7 @@ import pytest
 from kvtool import policies
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import divergence, grid, perplexity, records, statistics
 from kvtool.measure.results import ComparisonResults
 from kvtool.measure.run import outcome

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-
 import pytest
 
 from kvtool.tasks import metrics
@@ -59,42 +56,6 @@ def test_rouge_equals_the_rouge_score_package(output, rouge1, rouge2, rouge_l):
 
 def test_rouge_stems_words():
     assert metrics.rouge("the dogs barked", "the dog barks")["rouge1"] == 1
-
-
-def bleu(output, references):
-    """Return BLEU of words (Papineni et al. 2002), up to 4-grams.
-
-    The first order of n-grams without hits is treated as 1/2 hit, the next as 1/4 hit, and so on.
-    """
-    grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
-    logs, halved = [], 1
-    for n in range(1, min(4, len(output)) + 1):
-        counts = grams(output, n)
-        most = Counter()
-        for reference in references:
-            most |= grams(reference, n)
-        hits, total = sum((counts & most).values()), sum(counts.values())
-        if not hits:
-            halved *= 2
-            hits = 1 / halved
-        logs.append(math.log(hits / total))
-    closest = min((abs(len(r) - len(output)), len(r)) for r in references)[1]
-    brevity = min(0, 1 - closest / len(output))
-    return 100 * math.exp(brevity + sum(logs) / len(logs))
-
-
-def test_self_bleu_is_the_mean_bleu_against_the_other_texts():
-    texts = [
-        "the boat drifted out to sea at dawn",
-        "the boat drifted to the quay at dawn and sank",
-        "a heron stood at the quay",
-        "at dawn",
-    ]
-    words = [text.split() for text in texts]
-    expected = [bleu(output, words[:i] + words[i + 1 :]) for i, output in enumerate(words)]
-    assert metrics.self_bleu(texts) == pytest.approx(sum(expected) / len(expected))
-    assert metrics.self_bleu(["the same words every single time"] * 3) == pytest.approx(100)
-    assert metrics.self_bleu(["", "words"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvtool.chats.template import Template
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.tasks import results as of_items
 from kvtool.tasks._ruler import sources

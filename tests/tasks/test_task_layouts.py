@@ -372,24 +372,12 @@ def test_a_stream_reads_chats_of_two_layouts():
             items("stream", "mt_bench_question.jsonl", scored=scored)
 
 
-def test_diversity_reads_prompts_first_turns_and_articles():
-    assert [item.prompt for item in items("diversity", "prompts.jsonl")] == [
-        "Tell me of the sea.",
-        "Tell me of a mill.",
-    ]
-    assert items("diversity", "mt_bench_question.jsonl")[0].prompt == "Name three birds."
-    assert "Summarize" in items("diversity", "xsum.jsonl")[0].prompt
-
-
 @pytest.mark.parametrize(
     ("task", "setting", "words"),
     [
         ("qa", "n_max=0", "n_max"),
         ("summarize", "shots=-1", "shots"),
         ("stream", "n_max=0", "n_max"),
-        ("diversity", "samples=1", "samples"),
-        ("diversity", "temp=0", "temp"),
-        ("diversity", "top_p=0", "top_p"),
     ],
 )
 def test_parameters_out_of_range_are_refused(task, setting, words):

@@ -22,7 +22,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError, StreamEnd, UsageError
 from kvtool.kernels.likelihood import token_nll
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity, records
 from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
@@ -101,7 +101,6 @@ def test_answers_after_going_back_equal_answers_to_a_fresh_prompt(tiny_model, po
         asks = [
             lambda: reader.log_likelihood(ANSWER),
             lambda: reader.log_likelihood(" No."),
-            lambda: reader.sample(24, temp=1.0, top_p=0.9, seed=7),
             lambda: reader.write(24),
             lambda: reader.log_likelihood(ANSWER),
         ]
@@ -117,7 +116,6 @@ def test_answers_after_going_back_equal_answers_to_a_fresh_prompt(tiny_model, po
                 together.append(ask())
     assert together == apart
     assert apart[0] == apart[-1] != apart[1]
-    assert apart[2] != apart[3]
 
 
 def test_log_likelihoods_of_two_parts_add_up_to_the_whole(tiny_model):

@@ -17,8 +17,7 @@ from kvtool.chats.template import Template
 from kvtool.cli import app
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.model import Model
-from kvtool.tasks import metrics
+from kvtool.llama.loaded.model import Model
 from kvtool.tasks.reader import Likelihood, Reader
 
 DATA = Path(__file__).parents[1] / "data"
@@ -34,7 +33,6 @@ FILES = {
     "choice": [f"{name}.jsonl" for name in ("openbookqa", "piqa", "winogrande", "mathqa", "copa", "rte")],
     "longbench": ["longbench.jsonl", "longbench_prompts.jsonl"],
     "stream": ["mt_bench_question.jsonl", "mt_bench_answer.jsonl"],
-    "diversity": ["prompts.jsonl"],
     "retrieval": ["kv_retrieval.jsonl"],
 }
 
@@ -44,11 +42,10 @@ SCORES = {
     "choice": {"acc", "acc_norm"},
     "longbench": {"score"},
     "stream": {"nll"},
-    "diversity": {"self_bleu", "full_self_bleu", "distance"},
     "retrieval": {"found", "logp"},
 }
 
-QUICK = dict.fromkeys(["qa", "summarize", "stream", "diversity", "retrieval"], "n_max=8")
+QUICK = dict.fromkeys(["qa", "summarize", "stream", "retrieval"], "n_max=8")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +128,6 @@ def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
             ["--temp", "0.5", "--set", "scored=true"],
             "stream takes no --temp: it samples no answers",
         ),
-        ("diversity", ["--temp", "0.5"], "diversity takes no --temp: use --set temp=T"),
         ("qa", ["--seed", "3"], "--seed has no effect without a temperature; add --temp T"),
     ],
 )
@@ -381,29 +377,6 @@ def test_likelihood_scores_the_right_summary_per_token_from_the_prompt():
     assert set(answer.scores) == {"rouge1", "rouge2", "rougeL"}
 
 
-def test_each_diversity_sample_has_its_own_seed(model):
-    task = tasks.make("diversity", ["n_max=8", "samples=3", "seed=5"])
-    item, _ = task.items([DATA / "prompts.jsonl"], None)
-    with closing(reader_for(model)) as reader:
-        answer = task.answer(item, reader)
-        for i, output in enumerate(answer.output):
-            reader.read(item.prompt, 8)
-            assert reader.sample(8, temp=0.8, top_p=0.95, seed=5 + i).strip() == output
-
-
-def test_diversity_full_samples_equal_those_of_policy_full(tiny_chat, tmp_path):
-    of_policy, of_full = tmp_path / "h2o.jsonl", tmp_path / "full.jsonl"
-    evaluate(tiny_chat, "diversity", "--budget", "24", "--policy", "streamingllm", "--records", of_policy)
-    evaluate(tiny_chat, "diversity", "--policy", "full", "--records", of_full)
-    for one, other in zip(records_of(of_policy), records_of(of_full), strict=True):
-        assert one["full_output"] == other["output"] == other["full_output"]
-        assert other["scores"]["distance"] == 0
-        scores = [metrics.self_bleu(one[name]) for name in ("output", "full_output")]
-        assert [one["scores"]["self_bleu"], one["scores"]["full_self_bleu"]] == scores
-        assert one["scores"]["distance"] == abs(scores[0] - scores[1])
-        assert len(set(one["output"])) == 5
-
-
 def test_unfinished_stream_starts_again_from_its_first_turn(tiny_chat, tmp_path):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     evaluate(tiny_chat, "stream", "--budget", "64", "--records", whole)
@@ -427,7 +400,7 @@ def test_budget_share_of_a_stream_is_of_the_trained_context(tiny_chat, tmp_path)
 def test_budget_share_leaves_room_for_the_reply_header(tiny_chat, tmp_path):
     for policy in ("local", "buzz", "weightedkv", "recall"):
         out = tmp_path / f"{policy}.jsonl"
-        evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--records", out)
+        evaluate(tiny_chat, "qa", "--policy", policy, "--budget", "5%", "--records", out)
         for record in records_of(out):
             # 5 % of the short text alone would be too few cells for the reply header
             assert len("[end][reply]") < record["budget_cells"] < 32

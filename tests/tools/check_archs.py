@@ -9,8 +9,8 @@ exit status is 1 if a model fails. The checks:
 full       the policy `full` gives the logits of a plain llama.cpp context, bit by bit. If the model has an
            index and flash attention is on, the logits agree up to rounding. Flash attention is not checked
            for architectures on which it makes llama.cpp itself abort
-alike      the policies `streamingllm` and `local` give the same scores with kvtool's patch as with
-           llama.cpp's sequence calls, up to rounding. Models with sliding or recurrent layers are skipped
+alike      evicting the same tokens in all rows gives the logits that llama.cpp's own sequence calls give, up
+           to rounding. Models with sliding or recurrent layers are skipped
 permuted   logits do not depend on the order of the cells in each row, up to rounding
 ragged     if rows evict different tokens, ragged rows give the logits of plain rows, up to rounding
 graph      edits that are computed as a graph, as on a device, give the same scores as edits in host memory,
@@ -21,6 +21,8 @@ drafts     steps with wrong draft tokens give the logits of steps of one token, 
 rewound    a stream that was rewound gives the logits of a stream that has not read the removed tokens, up
            to rounding
 endless    a text of three times the trained length has finite scores
+
+A second line names the policies that refuse the model, and why.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvtool import policies
-from kvtool.engine import sizes
 from kvtool.errors import KvtoolError
-from kvtool.llama.context import Context
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.model import Model
+from kvtool.llama.cache.context import Context
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.library import api
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.header import read
 from kvtool.models.layers import ONLY_FULL, Kind
@@ -83,6 +86,8 @@ def main() -> None:
         n_failed += any(result not in ("ok", "-") for result in results.values())
         outcomes = ", ".join(f"{name} {result}" for name, result in results.items())
         print(f"{path.stem:24} {outcomes}", flush=True)
+        if refused := _refused_policies(path):
+            print(f"{'':24} refused: {'; '.join(refused)}", flush=True)
     print(f"{n_run} run, {n_failed} of them fail")
     sys.exit(n_failed > 0)
 
@@ -96,6 +101,17 @@ def _refusal(path: Path) -> str | None:
         except KvtoolError as error:
             return str(error)
     return None
+
+
+def _refused_policies(path: Path) -> list[str]:
+    refused = []
+    for name in policies.names():
+        try:
+            with open_engine(path, policies.fit(name, 96, 8 if name != "full" else None)):
+                pass
+        except KvtoolError as error:
+            refused.append(f"{name} ({error})")
+    return refused
 
 
 def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
@@ -138,24 +154,26 @@ def full(path: Path) -> str:
 
 
 def alike(path: Path) -> str:
-    with open_engine(path, policies.fit("full", 200, None)) as engine:
-        layers = engine.model.layers
-        tokens = text(200, n_vocab=engine.model.n_vocab)
-    if layers.of(Kind.SLIDING) or layers.of(Kind.RECURRENT):
-        return "-"
-    for name, positions in (("streamingllm", "original"), ("local", "auto")):
-        policy = policies.fit(name, 48, 8)
-        with open_engine(path, policy, positions=positions) as patched:
-            want = perplexity.stream(patched, tokens)
-        is_patched, sizes.is_patched = sizes.is_patched, lambda: False
-        try:
-            with open_engine(path, policy, positions=positions) as plain:
-                got = perplexity.stream(plain, tokens)
-        finally:
-            sizes.is_patched = is_patched
-        if (result := _same(got, want, ROUNDING)) != "ok":
-            return f"{name} {result}"
-    return "ok"
+    with closing(Model(path)) as model:
+        if model.layers.of(Kind.SLIDING) or model.layers.of(Kind.RECURRENT):
+            return "-"
+    n, n_first, n_gone, n_more = 60, 8, 32, 20
+
+    def evict(context: Context) -> None:
+        source = [*range(n_first), *range(n_first + n_gone, n)]
+        moves = [
+            (row, dst, src, n_gone if src < n_first else 0)
+            for row in range(context.n_row)
+            for dst, src in enumerate(source)
+        ]
+        context.apply(np.array(moves, np.int32), n - n_gone, n_gone)
+
+    def remove(decoder: Decoder) -> None:
+        decoder.remove(n_first, n_first + n_gone)
+        api.llama_memory_seq_add(decoder._memory, 0, 0, n_first, n_gone)
+
+    want, got = _then(path, n, n_more, remove, Decoder), _then(path, n, n_more, evict)
+    return _same(got, want, ROUNDING)
 
 
 def permuted(path: Path) -> str:
@@ -205,11 +223,14 @@ def ragged(path: Path) -> str:
     return _same(got, want, ROUNDING)
 
 
-def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **how: bool) -> np.ndarray:
+def _then(
+    path: Path, n: int, n_more: int, edit: Callable[[Any], None], kind: type[Decoder] = Context, **how: Any
+) -> np.ndarray:
     """Return the logits f32[n_more, n_vocab] after n tokens and an edit."""
-    request = SignalRequest(reads=Signal.ATTENTION) if not how else SignalRequest()
+    if kind is Context:
+        how["request"] = SignalRequest() if how else SignalRequest(reads=Signal.ATTENTION)
     settings = {"n_output": N_BATCH, **EXACT, **how}
-    with closing(Model(path)) as model, closing(Context(model, 256, N_BATCH, request, **settings)) as context:
+    with closing(Model(path)) as model, closing(kind(model, 256, N_BATCH, **settings)) as context:
         tokens = text(n + n_more, n_vocab=model.n_vocab)
         for at in range(0, n, N_BATCH):
             context.decode(tokens[at : min(at + N_BATCH, n)], at, 0)

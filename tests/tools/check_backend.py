@@ -13,16 +13,14 @@ import ctypes
 import sys
 
 from kvtool.build import sources
-from kvtool.llama.devices import library_info
-from kvtool.llama.library import api
+from kvtool.llama.libllama.devices import library_info
+from kvtool.llama.libllama.library import api
 
 
 def check(backend, device):
     """Return a description of the first fault, or None."""
     info = library_info()
     print(f"{info['path']}: {', '.join(device['name'] for device in info['devices'])}")
-    if not info["patched"]:
-        return "it has not kvtool's patch"
     if info["digest"] != sources.patch_digest(sources.patches_dir()):
         return "it was built from other patch files than these"
     find = api._lib.ggml_backend_reg_by_name

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.build import sources
-from kvtool.llama.bindings import lib
+from kvtool.llama.libllama.bindings import lib
 from tests.held import PATIENCE_S
 
 SRC = sources.patches_dir() / "src"

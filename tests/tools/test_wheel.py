@@ -19,7 +19,7 @@ import pytest
 from kvtool import __version__, policies
 from kvtool.build import pack, sources
 from kvtool.build import wheel as build
-from kvtool.llama.library import api, library_path
+from kvtool.llama.libllama.library import api, library_path
 from kvtool.models.catalogue import registry
 from tests import forked
 

@@ -15,7 +15,7 @@ from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
-from kvtool.errors import LibraryError, UsageError
+from kvtool.errors import UsageError
 from kvtool.options import Options, Range, option, redeclared
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
@@ -93,17 +93,14 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     run, info, _ = locate_model(run)
     path = info.path
 
-    from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
     from kvtool.measure.machine import machine
 
-    if not is_patched():
-        raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
     run = run.changed(threads=run.threads or default_threads())
     with loaded_model(run, path, guarded=True, say=say) as model, output.stopped_by_signals():
         budgets = _budgets(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         n_batch = run.n_batch or run.default_n_batch
-        configs = measure.cache_configs(budgets, has_device=has_device)
+        configs = measure.cache_configs(budgets)
         rows = [measure.sized(config, depth, n_batch) for depth in depths for config in configs]
         settings = settings_of(archive.with_type(run, info), model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool import policies
 from kvtool.cli.progress import bytes_progress
 from kvtool.config.run import RunOptions
 from kvtool.options import declared
@@ -25,7 +24,6 @@ _FIELDS = {
     "lora": "lora",
     "chat_template": "chat_template",
     "policy": "policy",
-    "policy_package": "policy",
     "budget": "budget",
     "slack": "evict_every",
     "positions": "positions",
@@ -40,16 +38,13 @@ _FIELDS = {
 Values without an entry are parameters of the policy. The field "options" sets them.
 """
 
-_NAMES = {"policy_package": "a policy of the package", "llama_cpp": "llama.cpp"}
-"""Names of values in messages. Other values are named after the option that sets them."""
-
 
 def fixed_of(engine: Engine, run: RunOptions, template: Template | None) -> dict[str, Any]:
     """Return the values that must be the same when a chat is continued.
 
     template: the chat template. None if there is none.
     """
-    from kvtool.llama.devices import library_info
+    from kvtool.llama.libllama.devices import library_info
     from kvtool.models.download import sha256
 
     path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable
@@ -60,7 +55,6 @@ def fixed_of(engine: Engine, run: RunOptions, template: Template | None) -> dict
     return {
         "model_sha256": digest,
         "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
-        "policy_package": policies.package(policy),
         "parameters": {name: value for name, value in asdict(engine.policy).items() if name not in free},
         "positions": settings.positions,
         "context": engine.n_ctx,
@@ -144,4 +138,5 @@ def _typed(name: str, value: object, model: str, *, is_ambiguous: bool) -> str:
         text = ", ".join(f"{its[:12]}{its[64:]}" for its in value)
     if name not in _FIELDS:
         return f"-o {name}={text}"
-    return f"{_NAMES.get(name) or declared(RunOptions)[_FIELDS[name]].name} {text}"
+    of_value = "llama.cpp" if name == "llama_cpp" else declared(RunOptions)[_FIELDS[name]].name
+    return f"{of_value} {text}"

@@ -110,7 +110,7 @@ def compare(
     output.check_picture(args.plot)
 
     from kvtool.config import archive
-    from kvtool.config.notes import gpu_note, patch_note
+    from kvtool.config.notes import gpu_note
     from kvtool.measure import grid as of_runs
 
     names, budgets = grid.listed("policies"), grid.listed("budgets")
@@ -125,8 +125,8 @@ def compare(
         for adapter in run.adapters:
             adapter.check(info.path.name, info.architecture)
 
-        from kvtool.llama.crash import guard
-        from kvtool.llama.log import set_verbose
+        from kvtool.llama.libllama.crash import guard
+        from kvtool.llama.libllama.log import set_verbose
         from kvtool.measure import records
         from kvtool.measure.results import ComparisonResults
 
@@ -145,7 +145,7 @@ def compare(
     if not names:
         kinds = _all_kinds(layers)
         names = list(kinds)
-    say(patch_note(kinds), None if run.rpc else gpu_note(run))
+    say(None if run.rpc else gpu_note(run))
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
     runs = of_runs.runs(
@@ -166,7 +166,7 @@ def compare(
 
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
     """Return the tokens i32[n], the SHA-256 of their text, and the model's vocabulary size and layers."""
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure.records import text_sha256
 
     with closing(Model(info.path, no_weights=True)) as model:
@@ -176,12 +176,15 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
 
 def _all_kinds(layers: Layers) -> dict[str, type[Policy]]:
     """Return the policies to compare if none are named: all that can stream a text with these layers."""
-    from kvtool.config.notes import runnable
-
-    # leave out policies that read a text twice
-    kinds = {name: kind for name, kind in runnable().items() if not kind.has_reconstruction()}
-    # if the model has no values (MLA), also leave out policies that merge values
-    return {name: kind for name, kind in kinds.items() if layers.has_values or not kind.may_merge()}
+    kinds = {name: policies.load(name) for name in policies.names()}
+    # leave out policies that read a text twice, and those that merge values if the model has none (MLA)
+    kinds = {
+        name: kind
+        for name, kind in kinds.items()
+        if not kind.has_reconstruction() and (layers.has_values or not kind.may_merge())
+    }
+    # `full` first
+    return dict(sorted(kinds.items(), key=lambda item: item[1].evicts))
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:

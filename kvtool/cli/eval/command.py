@@ -28,7 +28,7 @@ from kvtool.system import interrupt
 from kvtool.system.texts import exists, json_text
 
 if TYPE_CHECKING:
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
     from kvtool.policies import PolicySpec
@@ -167,7 +167,6 @@ def evaluate(
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
-    say(notes.patch_note({run.policy: spec.kind}))
     placed_notes: list[str] = []
     with (
         loaded_model(run, info.path, guarded=True, say=placed_notes.append) as model,
@@ -218,8 +217,7 @@ def _check_files(task: str, chosen: Task, files: list[Path]) -> None:
 def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
     """Raise UsageError if the temperature or the seed is out of range or has no effect."""
     if sampler.temp and not chosen.uses_sampling:
-        advice = "use --set temp=T" if hasattr(chosen, "temp") else "it samples no answers"
-        raise UsageError(f"{task} takes no --temp: {advice}")
+        raise UsageError(f"{task} takes no --temp: it samples no answers")
     if "seed" in sampler.typed and "temp" not in sampler.typed and not sampler.temp:
         raise UsageError("--seed has no effect without a temperature; add --temp T")
     sampler.sampling()
@@ -250,7 +248,7 @@ def _policy_for(
 
     n_batch = run.n_batch or run.default_n_batch
     if not spec.kind.evicts:
-        return _full_for(spec, n_ctx), n_batch
+        return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx)), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
         fitted = budget.fit(spec, run, budget.parse(share, model.n_ctx_train), model.layers)
@@ -259,11 +257,6 @@ def _policy_for(
     percent = budget.percent(share)
     least = spec.smallest_budget(n_held, partial(for_model, model=model))
     return lambda n, n_answer: spec.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
-
-
-def _full_for(spec: PolicySpec, n_ctx: int) -> PolicyFor:
-    """Return a function of the lengths of prompt and answer. It makes a policy that never evicts."""
-    return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
 def _reader(
@@ -283,10 +276,8 @@ def _reader(
     held = n_held(model, template)
     policy_for, n_batch = _policy_for(spec, run, n_ctx, model, held)
     settings = settings_of(run, n_ctx, n_batch, N_OUTPUT)
-    full_for = _full_for(policies.spec("full"), n_ctx) if spec.kind.evicts else None
-    return Reader(
-        model, policy_for, settings, template, max_prompt, full_for, sampler.sampling(), sampler.seed
-    )
+    beyond = spec.kind.evicts
+    return Reader(model, policy_for, settings, template, max_prompt, beyond, sampler.sampling(), sampler.seed)
 
 
 def _measure(task: Task, results: TaskResults, reader: Reader, n_items: int, *, as_json: bool) -> None:
@@ -316,7 +307,7 @@ def _measure(task: Task, results: TaskResults, reader: Reader, n_items: int, *, 
                 say(line)
             step(len(results), f"{label}, reading {done:,} of {n:,} tokens")
 
-        reader.while_reading = reader.full.while_reading = reading
+        reader.while_reading = reading
         for record in results.measure(task, reader):
             if as_json:
                 typer.echo(json_text(record))

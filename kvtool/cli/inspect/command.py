@@ -73,7 +73,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
     from kvtool.cli.inspect.terminal import attended_record, show, show_attended
     from kvtool.config.opening import open_run
     from kvtool.config.report import line, report
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
     from kvtool.measure import holdings
 
     tokens: np.ndarray

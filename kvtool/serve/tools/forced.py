@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtool.llama.complement import CONSTRAINING
-from kvtool.llama.constraint import Vocabulary
-from kvtool.llama.rules import Rules, literal
-from kvtool.llama.schema import Enforced, json_texts
+from kvtool.llama.grammar.constraint import Vocabulary
+from kvtool.llama.grammar.rewriting import CONSTRAINING
+from kvtool.llama.grammar.rules import Rules, literal
+from kvtool.llama.grammar.schema import Enforced, json_texts
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.output_format import enforced_at, remarks_of
 from kvtool.serve.tools.formats import HERMES, LLAMA, Format, Parameters
@@ -53,6 +53,8 @@ class CallRules:
         The format in which the model writes calls.
     plain
         Text that begins an answer, for a format whose calls take its place; see `Format.end_token`.
+    places
+        Path of each tool's schema in the request, for errors and remarks.
 
     Attributes
     ----------
@@ -60,8 +62,10 @@ class CallRules:
         Remarks on keywords of the tools' schemas that are not enforced.
     """
 
-    def __init__(self, vocabulary: Vocabulary, format: Format, plain: str = "") -> None:
-        self._format, self._plain = format, plain
+    def __init__(
+        self, vocabulary: Vocabulary, format: Format, plain: str = "", places: Sequence[str] = ()
+    ) -> None:
+        self._format, self._plain, self._places = format, plain, places
         ids = {tag: vocabulary.tokens_of(tag.encode()) for tag in (*HERMES.tags, *format.tags)}
         self._control = {
             tag: tokens[0]
@@ -87,7 +91,8 @@ class CallRules:
         """
         for n, tool in enumerate(tools):
             if name in (None, tool["function"]["name"]):
-                self._add_call(f"t{n}", tool["function"], f"tools[{n}].function.parameters")
+                where = self._places[n] if self._places else f"tools[{n}].function.parameters"
+                self._add_call(f"t{n}", tool["function"], where)
         texts = [self._of_format(format, calls) for format, calls in self._calls.items()]
         return Rules(" | ".join(texts), tuple(self._rules))
 
@@ -153,7 +158,6 @@ class CallRules:
         self._calls.setdefault(format, []).append(name)
 
     def _add(self, name: str, expression: str) -> str:
-        """Add a rule, and return its name."""
         self._rules.append(f"{name}: {expression}")
         return name.partition("[")[0]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtool.chats.template import Template
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 
 
 class Parameters(NamedTuple):

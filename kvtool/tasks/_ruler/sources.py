@@ -15,7 +15,7 @@ from kvtool.tasks import data
 from kvtool.tasks.haystack import texts_of
 
 if TYPE_CHECKING:
-    from kvtool.llama.model import Model
+    from kvtool.llama.loaded.model import Model
 
 
 @dataclass(frozen=True, slots=True)

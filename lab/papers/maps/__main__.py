@@ -19,7 +19,7 @@ import numpy as np
 from kvtool.cli import output
 from kvtool.cli.console import print_table
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.models.header import read
 from lab.benchmarks.common import add_common, load_model, load_tokens, make_parser, write_json

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtool.errors import ModelError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.models.layers import Kind
 from lab.papers.maps.observe import Observed, observe
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError
-from kvtool.llama.decoder import Decoder
-from kvtool.llama.library import HOW_TO_BUILD, api, bind, lib
-from kvtool.llama.model import Model
+from kvtool.llama.cache.decoder import Decoder
+from kvtool.llama.libllama.library import api, bind, lib
+from kvtool.llama.loaded.model import Model
+from kvtool.system.paths import build_command
 
 
 class Observed(Enum):
@@ -129,7 +130,9 @@ class _Observer:
         tensor = _Tensor.from_address(address)
         if not self._is_checked:
             if lib.ggml_get_name(address) != address + _Tensor.name.offset:
-                raise LibraryError(f"this llama.cpp lays out tensors in another way; {HOW_TO_BUILD}")
+                raise LibraryError(
+                    f"this llama.cpp lays out tensors in another way; build the right one: {build_command()}"
+                )
             self._is_checked = True
         name, _, number = tensor.name.partition(b"-")
         layer = int(number) if number.isdigit() else -1

@@ -10,7 +10,7 @@ import pytest
 
 import tests.tiny_kinds as tiny_kinds
 from kvtool.errors import ModelError, UsageError
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import records
 from kvtool.models.layers import Kind
 from lab.papers.maps import __main__ as command

@@ -13,7 +13,7 @@ import pytest
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.model import Model
+from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.policies.weightedkv import WeightedKV
 from lab.papers import ungroup

@@ -7,12 +7,11 @@ import signal
 
 import pytest
 
-from kvtool.engine.cached_prompt import CachedPrompt
 from kvtool.engine.sizes import pad
 from kvtool.errors import InputError
 from kvtool.measure import records
 from kvtool.system import interrupt
-from lab.papers import ruler, runner
+from lab.papers import ruler
 from lab.papers.ruler import PolicyRow
 from tests import tiny
 
@@ -129,7 +128,7 @@ def test_the_policies_unless_given_can_all_be_measured():
     assert {"tova", "expected:epsilon=0.02"} <= {row.policy for row in rows}
 
 
-def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
+def test_it_is_measured_and_goes_on(tiny_model, tmp_path, capsys):
     path, out = tiny_model(chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=4096), tmp_path / "out.jsonl"
     size = ["--tasks", "niah_single_1,vt", "--length", "1700"]
     command = ["-m", str(path), *size, "--json", str(out)]
@@ -152,17 +151,6 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     before = out.read_bytes()
     ruler.main([*command, *rows])
     assert out.read_bytes() == before
-    # each prompt is read once for all rows, even if some rows already have a result for this prompt
-    runner.rewrite(
-        out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
-    )
-    read = []
-    of = CachedPrompt.of
-    monkeypatch.setattr(CachedPrompt, "of", lambda *what: (read.append(what), of(*what))[1])
-    ruler.main(
-        [*command, "--policies", "h2o,snapkv", "--removed", "0.5", "--others", "", "--question", "after"]
-    )
-    assert len(read) == 2
     # if a task is named twice, its items still have the same numbers
     names = ["--tasks", "niah_single_1,niah_single_1", "--items", "1:2", "--policies", "", "--others", ""]
     ruler.main([*command, *names, "--length", "700"])

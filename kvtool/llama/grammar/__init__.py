@@ -1,0 +1,1 @@
+"""Grammars and JSON schemas: which tokens fit them."""

@@ -1,0 +1,1 @@
+"""A loaded model: its vocabulary, its adapters, and where its weights are."""
