@@ -41,7 +41,7 @@ NEEDED := library $(READY)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-claude check-tests check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-claude check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -74,7 +74,6 @@ help:
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
 	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd, and kill it amid streams'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
-	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
 	@echo 'make check-chance run the tests that start processes 30 times, and report which fail by chance;'
 	@echo '                 takes hours; ARGS="-n 5 --busy 2 tests/serve/test_serve.py" for fewer, on a busy machine'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
@@ -220,10 +219,6 @@ check-page: setup
 check-claude: setup
 	@npm install --silent --no-fund --no-audit --prefix build/claude @anthropic-ai/claude-code@2 >&2
 	@$(ONE_THREAD) $(PY) -m tests.tools.check_claude build/claude/node_modules/.bin/claude $(ARGS)
-
-# the faults of the C++ need a build each
-check-tests: setup
-	@$(ONE_THREAD) $(PY) tests/tools/planted.py $(PARTS)
 
 check-chance: setup
 	@$(ONE_THREAD) $(PY) -m tests.tools.repeat $(ARGS)
