@@ -41,7 +41,7 @@ NEEDED := library $(READY)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-claude check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -70,7 +70,6 @@ help:
 	@echo '                 ARGS="--only 2a,2b" measures some parts'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
-	@echo 'make check-claude use kvtool serve from Claude Code, which npm installs to build/claude'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
 	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd, and kill it amid streams'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
@@ -214,11 +213,6 @@ check-vulkan: setup
 check-page: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check 'playwright>=1.50,<2' >&2
 	@$(ONE_THREAD) $(PY) -m tests.tools.check_page $(ARGS)
-
-# its models are dictated what they answer: nothing leaves the machine but the download
-check-claude: setup
-	@npm install --silent --no-fund --no-audit --prefix build/claude @anthropic-ai/claude-code@2 >&2
-	@$(ONE_THREAD) $(PY) -m tests.tools.check_claude build/claude/node_modules/.bin/claude $(ARGS)
 
 check-chance: setup
 	@$(ONE_THREAD) $(PY) -m tests.tools.repeat $(ARGS)
