@@ -71,7 +71,7 @@ help:
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
-	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd, and kill it amid streams'
+	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-chance run the tests that start processes 30 times, and report which fail by chance;'
 	@echo '                 takes hours; ARGS="-n 5 --busy 2 tests/serve/test_serve.py" for fewer, on a busy machine'
@@ -226,7 +226,6 @@ fuzz-serve: setup
 	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz.fuzz_serve
 	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz.fuzz_serve --api messages --requests 12000
 	@$(ONE_THREAD) $(PY) -m tests.serve.crowd_serve
-	@$(ONE_THREAD) $(PY) -m tests.serve.killed_streams
 
 # Python itself is built without the sanitizer, so its library has to be loaded first
 fuzz-sanitized: $(READY)
