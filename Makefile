@@ -56,7 +56,8 @@ help:
 	@echo 'for those who change the code:'
 	@echo 'make check-dist   install the wheels of make dist without a compiler, and run them; takes minutes'
 	@echo 'make test         set up, then run every check: $(STAGES)'
-	@echo 'make test-long    the same with every size, kill, random call and build of wheels; takes long'
+	@echo 'make test-long    the same with every size, kill, random call and build of wheels, and the tests of lab/;'
+	@echo '                 takes long'
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
 	@echo 'make check-stock  compare the logits of the two, bit by bit; DIR=folder: of the models there, too'
@@ -149,8 +150,9 @@ test-unjitted: $(NEEDED)
 test-bounds: $(NEEDED)
 	@NUMBA_BOUNDSCHECK=1 NUMBA_OPT=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
+# the laboratory's tests too, if all is asked for
 test-plain: $(NEEDED)
-	@$(PYTEST) $(WORKERS) $(LONG) $(addprefix --ignore=,$(PATCH_TESTS))
+	@$(PYTEST) $(WORKERS) $(LONG) tests $(if $(LONG),lab) $(addprefix --ignore=,$(PATCH_TESTS))
 
 stock: $(PY)
 	@$(PY) -m kvtool.build --stock

@@ -7,9 +7,6 @@ from lab.papers import tables
 from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
 from lab.papers.experiments.kinds import Experiment
-from tests.conftest import tiny_model
-
-__all__ = ["tiny_model"]
 
 
 @pytest.fixture
