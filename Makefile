@@ -38,7 +38,7 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2
 # before a stage that is asked for by itself; `make test` has seen to it
 NEEDED := library $(READY)
-STAGES := lint test-patches test-unjitted test-bounds test-plain
+STAGES := lint test-patches test-bounds test-plain
 
 .DEFAULT_GOAL := help
 .PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
@@ -142,9 +142,6 @@ lint: $(NEEDED)
 test-patches: $(NEEDED)
 	@$(PY) patches/sync.py check
 	@$(PYTEST) $(PATCH_TESTS)
-
-test-unjitted: $(NEEDED)
-	@NUMBA_DISABLE_JIT=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
 # an index is as wrong in code that is hardly optimized, which compiles in two thirds of the time
 test-bounds: $(NEEDED)
