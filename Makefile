@@ -41,7 +41,7 @@ NEEDED := library $(READY)
 STAGES := lint test-patches test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -74,8 +74,6 @@ help:
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
 	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
-	@echo 'make check-chance run the tests that start processes 30 times, and report which fail by chance;'
-	@echo '                 takes hours; ARGS="-n 5 --busy 2 tests/serve/test_serve.py" for fewer, on a busy machine'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
 	@echo '                 see lab/papers/README.md'
 	@echo 'make papers-tables  write the tables of the documents from lab/papers/records'
@@ -212,9 +210,6 @@ check-vulkan: setup
 check-page: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check 'playwright>=1.50,<2' >&2
 	@$(ONE_THREAD) $(PY) -m tests.tools.check_page $(ARGS)
-
-check-chance: setup
-	@$(ONE_THREAD) $(PY) -m tests.tools.repeat $(ARGS)
 
 fuzz: setup
 	@$(ONE_THREAD) $(PY) -m tests.fuzz.fuzz_gguf --n 2000 --keep fuzz-found
