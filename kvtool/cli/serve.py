@@ -89,15 +89,6 @@ class _ServeOptions(Options):
         "Maximum time for receiving the body of a request, in seconds.",
         valid=Range(0.1),
     )
-    strict_model: bool = _serving(
-        "--strict-model", False, "Refuse requests that name a model other than the running one."
-    )
-    keep_headers: bool = _serving(
-        "--keep-headers", False, "Keep the header line that Claude Code puts before its system prompt."
-    )
-    pin: bool = _serving(
-        "--pin", False, "Pin system prompts and tools with recall as well; other policies always do."
-    )
     metrics: bool = _serving("--metrics", False, "Serve metrics for Prometheus at /metrics.")
 
 
@@ -196,8 +187,6 @@ def _site(
             generation.n,
             generation.seed,
             prompt,
-            model=name if serving.strict_model else None,
-            keep_headers=serving.keep_headers,
             thinking=ThinkingOptions(effort=generation.think, name="--think", budget=generation.think_budget),
         ),
         Limits(
@@ -270,7 +259,6 @@ def _opened(
                 chats,
                 overflow=serving.overflow,
                 meta=partial(meta_of, fixed=fixed, kept=kept),
-                pins=serving.pin,
                 batcher=batcher,
             )
 

@@ -1,7 +1,7 @@
 """Events of the answer to a request. A slot emits them, and HTTP sends the client what they say.
 
 The first events are any number of Reading, then one Read, then any number of Piece. The last event is End, or
-Failed if the request has failed.
+Failed if the request has failed. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -12,28 +12,14 @@ from kvtool.serve.api.errors import ApiError
 
 
 class PromptCounts(TypedDict):
-    """Numbers of tokens of a prompt.
-
-    Attributes
-    ----------
-    n_prompt
-        Number of tokens of the prompt.
-    n_cached
-        How many of them need not be read, because they are cached.
-    """
+    """Tokens of a prompt, and how many of them are cached, so that they need not be read."""
 
     n_prompt: int
     n_cached: int
 
 
 class PromptRead(PromptCounts):
-    """Numbers about a prompt that has been read: those of `PromptCounts`, and the time.
-
-    Attributes
-    ----------
-    read_s
-        Seconds of reading.
-    """
+    """Numbers about a prompt that has been read: those of `PromptCounts`, and the time of reading."""
 
     read_s: float
 
@@ -47,16 +33,10 @@ class Written(TypedDict):
         OpenAI's finish reason: "stop", "length" or "tool_calls".
     stopped_by
         The stop string that ended the answer, or "".
-    n_written
-        Number of tokens of the answer.
     n_thought
-        How many of them belong to the thought. See `Reply.n_thought`.
-    write_s
-        Seconds of writing.
-    n_drafted
-        Number of draft tokens.
+        How many of the `n_written` tokens belong to the thought. See `Reply.n_thought`.
     n_accepted
-        How many of the draft tokens became tokens of the answer.
+        How many of the `n_drafted` draft tokens became tokens of the answer.
     """
 
     finish: str
@@ -74,13 +54,11 @@ class Reading(TypedDict):
     Attributes
     ----------
     n_read
-        Number of tokens of the text that have been read.
-    n_all
-        Number of tokens of the text.
+        How many of the `n_all` tokens of the text have been read.
     n_past
         Number of tokens in the engine's stream.
     seconds
-        Seconds since the slot began to work on the request.
+        Time since the slot began to work on the request.
     """
 
     kind: Literal["reading"]
@@ -102,11 +80,10 @@ class Piece(TypedDict):
     Attributes
     ----------
     deltas
-        Parts of the message, in OpenAI's format. Each has one field of the message. The list is empty if the
-        text of the piece is held back.
+        Parts of the message, in OpenAI's format, each with one field of the message. Empty if the text of the
+        piece is held back.
     logprobs
-        A record for each token since the last piece: see `chats.logprobs`. Empty if the request does not ask
-        for log-probabilities.
+        A record for each token since the last piece: see `chats.logprobs`. Empty if none were requested.
     """
 
     kind: Literal["piece"]
@@ -115,7 +92,7 @@ class Piece(TypedDict):
 
 
 class End(PromptRead, Written):
-    """The answer is complete. It also has the numbers of `PromptRead` and `Written`.
+    """The answer is complete.
 
     Attributes
     ----------

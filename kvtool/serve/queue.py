@@ -164,7 +164,7 @@ def answer(job: Job, handler: Callable[[Job], None]) -> None:
         try:
             handler(job)
         except ApiError as error:
-            job.emit({"kind": "error", "error": job.request.places.in_error(error)})
+            job.emit({"kind": "error", "error": error})
     except Exception as error:  # noqa: BLE001
         # this is a bug in kvtool; report it, so that the client does not wait forever
         job.emit({"kind": "error", "error": internal_error(error)})

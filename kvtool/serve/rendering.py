@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from bisect import bisect_left
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from kvtool.chats.effort import NAMES, Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
-from kvtool.chats.template import RAW, Template, TemplateError
+from kvtool.chats.template import Template, TemplateError
 from kvtool.errors import ModelError
 from kvtool.llama.grammar.constraint import Vocabulary
 from kvtool.llama.grammar.rules import Rules
@@ -151,7 +150,7 @@ class Rendering:
         """Return the tokens i32[n] of a whole chat, and the number of tokens of its system prompt and tools.
 
         Callers never change a list of messages. Therefore the last result is returned again if a call has the
-        same `messages` object and equal tools. Raises ApiError if the template cannot render a message.
+        same `messages` object and equal tools. Raises TemplateError if the template cannot render the chat.
         """
         last = self._last
         if not (last and last[0] is messages and last[1] == tools):
@@ -255,10 +254,7 @@ class Rendering:
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         prepared, shown_tools = self._prepared(messages, tools)
-        try:
-            whole = self._ended(self._text(prepared, shown_tools))
-        except ModelError:
-            raise self._refused(messages, tools) from None
+        whole = self._ended(self._text(prepared, shown_tools))
         return prefix_tokens(self._model, whole, len(self._prefix(whole, prepared, shown_tools)))
 
     def _text(self, prepared: list[Message], shown_tools: list[Any] | None) -> str:
@@ -278,26 +274,6 @@ class Rendering:
                 if prefix and whole.startswith(prefix):
                     return prefix
         return ""
-
-    def _refused(self, messages: list[Message], tools: list[Any]) -> ApiError:
-        """Return the error that names the first message that the template cannot render."""
-        why = ""
-
-        def fails(n: int) -> bool:
-            nonlocal why
-            try:
-                self._text(*self._prepared(messages[:n], tools))
-            except ModelError as error:
-                why = str(error).removesuffix(f"; {RAW}")
-                return True
-            return False
-
-        first = bisect_left(range(1, len(messages)), True, key=fails)
-        fails(first + 1)
-        where = f"messages[{first}]"
-        return ApiError(
-            f"{where}, of role {messages[first]['role']}: {why}", param=where, code="chat_template"
-        )
 
     def following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
         """Return the tokens i32[n] after the first i messages, which end with a reply. Raises ModelError."""
@@ -348,7 +324,7 @@ class Rendering:
         """
         output_format = request.output_format
         plain = self.template.tags.plain if self.may_call(request) else ""
-        call_rules = CallRules(Vocabulary.of(self._model), self.format, plain)
+        call_rules = CallRules(Vocabulary.of(self._model), self.format, plain, request.schema_places)
         if request.choice.kind == "required":
             if output_format:
                 raise ApiError(

@@ -53,16 +53,16 @@ class Reply:
             self._n_before = n_written
         return list(self._deltas(parts))
 
-    def end(self, n_written: int = 0, *, is_cut: bool = False) -> list[Delta]:
+    def end(self, n_written: int = 0) -> list[Delta]:
         """End the reply. Return the deltas of text that was held back.
 
-        n_written: see `feed`. is_cut: True if a limit has cut the reply.
+        n_written: see `feed`.
         """
         parts = [*self._splitter.end()] if self._splitter else []
         self._count(parts, n_written)
         deltas = list(self._deltas(parts))
         if self._parser:
-            deltas += self._of_parts(self._parser.end(is_cut=is_cut))
+            deltas += self._of_parts(self._parser.end())
         return deltas
 
     def repeat(self, text: str) -> list[Delta]:

@@ -60,8 +60,6 @@ class Slot:
     meta
         Function that returns values for a session's JSON. They are saved in addition to the values of
         `Conversation.save`.
-    pins
-        True to pin the system prompt and the tools of a chat even if an archive keeps them.
     batcher
         Decodes joint steps with other slots.
     """
@@ -73,7 +71,6 @@ class Slot:
         chats: ChatStore,
         overflow: str,
         meta: Callable[[Conversation], session.Meta],
-        pins: bool,
         batcher: StepBatcher,
     ) -> None:
         self.writer = writer
@@ -90,8 +87,7 @@ class Slot:
             self._renderings = renderings
             conversation = Conversation(writer, renderings.template)
             rendering, _ = renderings.of(ThinkingOptions())
-            pins = pins or not self.engine.policy.recall
-            self._resumer = Resumer(conversation, rendering, chats, meta, pins)
+            self._resumer = Resumer(conversation, rendering, chats, meta)
         self._logprobs: list[dict[str, Any]] = []
         self._offsets = Offsets()
         # remarks on fields of the request that kvtool cannot apply exactly; the answer lists these remarks
@@ -158,7 +154,7 @@ class Slot:
         conversation, tools = resumer.conversation, _tools_in_prompt(request)
         rendering, remarks = self._rendering(request)
         rules, unenforced = rendering.rules(request)
-        self._remarks = [*map(request.places.in_text, [*remarks, *unenforced])]
+        self._remarks = [*remarks, *unenforced]
         resumer.use(rendering)
         conversation.thought_budget = request.thinking.budget
         conversation.may_call = rendering.may_call(request)
@@ -231,7 +227,6 @@ class Slot:
         return self._resumer
 
     def _text(self, job: Job, request: TextRequest) -> None:
-        """Continue a text."""
         rules, self._remarks = request.output_format.rules() if request.output_format else (None, [])
         self._start(job, request, rules=rules)
         started = time.perf_counter()
@@ -302,7 +297,7 @@ class Slot:
                 raise
             is_full = True
         is_cut = is_full or self.writer.is_cut
-        self._emit_piece(job, reply.end(self.writer.n_written, is_cut=is_cut))
+        self._emit_piece(job, reply.end(self.writer.n_written))
         return {
             "finish": reply.finish(is_cut),
             "stopped_by": self.writer.stopped_by,
@@ -376,7 +371,6 @@ class Slot:
         return self.overflow == "error" or not self.engine.policy.evicts
 
     def _end(self, job: Job, request: Request, reply: Reply, prompt: PromptRead, written: Written) -> None:
-        """Emit the last event."""
         unsaved = self._resumer and self._resumer.unsaved
         notes = {"unsaved": unsaved, "ignored": request.ignored, "remarks": self._remarks}
         kvtool = _cache_numbers(self.writer, request.n_share)
@@ -385,12 +379,13 @@ class Slot:
 
 
 def _banned(model: Model, request: Request) -> set[int]:
-    """Return the tokens that the answer must not have. Raises ApiError for tokens not in the vocabulary."""
-    for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
-        if max(tokens, default=0) >= model.n_vocab:
-            raise ApiError.at(name, f"must have tokens in 0..{model.n_vocab - 1}")
-    banned = set(range(model.n_vocab)) - {*request.allowed} if request.allowed else set()
-    return banned | {*model.ends} if request.ignores_end else banned
+    """Return the tokens that the answer must not have.
+
+    Raises ApiError if the vocabulary does not have a token of `stop_tokens`.
+    """
+    if max(request.stop_tokens, default=0) >= model.n_vocab:
+        raise ApiError.at("stop_token_ids", f"must have tokens in 0..{model.n_vocab - 1}")
+    return {*model.ends} if request.ignores_end else set()
 
 
 def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OF_PROCESS = Path("/proc/self/cgroup")
+_FILES = {
+    "": (".", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Control groups: folder, limit, bytes in use, and the part of them that the kernel can free at any time.
+
+"" stands for version 2 of control groups, "memory" for version 1.
+"""
 
 
 def peak_rss_bytes() -> int | None:
@@ -38,18 +51,43 @@ def give_back() -> None:
 
 
 def free_bytes() -> int:
-    """Return the available memory of this machine in bytes, or half of all memory if it is not reported."""
+    """Return the bytes of memory that this process can still use; half of all memory if not reported."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return total_bytes() // 2
+    return max(0, min([free, *(limit - used for limit, used in _limits())]))
 
 
 def total_bytes() -> int:
-    """Return the total memory of this machine in bytes, or 8 GiB if the system does not report it."""
+    """Return the memory in bytes that this process may use; 8 GiB if the system does not report it."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 8 * 2**30
+    return min([total, *(limit for limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes in use) of each control group of this process that limits memory.
+
+    systemd (MemoryMax=) and containers set such limits, for a group or for a group above it.
+    """
+    try:
+        lines = [line.strip().split(":", 2) for line in _OF_PROCESS.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controller, path in lines:
+        if controller not in _FILES:
+            continue
+        root, *names = _FILES[controller]
+        group = _GROUPS / root / path.lstrip("/")
+        while group.is_relative_to(_GROUPS):
+            # a group without a limit has the word "max", and the topmost group has no file
+            with suppress(OSError, ValueError, KeyError):
+                limit, used = (int((group / name).read_text()) for name in names[:2])
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield limit, used - int(stat[names[2]])
+            group = group.parent

@@ -1,6 +1,6 @@
 """Measure a chat of many turns over the OpenAI API: time to the first token, speed and memory per turn.
 
-    python -m lab.benchmarks.serve BOOK --turns 100 --same -- kvtool serve --budget 512 --port 8123 -t 1
+    python -m lab.benchmarks.serve BOOK --same -- kvtool serve --policy h2o --budget 512 --port 8123
     python -m lab.benchmarks.serve BOOK --chats 2 -- kvtool serve --budget 512 --port 8123 -t 1
     python -m lab.benchmarks.serve BOOK -- python -m llama_cpp.server --model M.gguf --port 8123
 
@@ -8,7 +8,8 @@ The command after -- starts a server at http://127.0.0.1:8123/v1. The user's mes
 Every request has the whole chat, as usual with this API. At the first error, the program prints it and stops.
 
 With --chats, several chats take turns: each request continues another chat. With --same, `kvtool chat` gets
-the same turns afterwards, and its replies must be the same (recall needs --pin for this).
+the same turns afterwards, and its replies must be the same. This is not so with recall, because only
+`kvtool chat` then pins the system prompt.
 """
 
 from __future__ import annotations

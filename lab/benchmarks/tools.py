@@ -143,8 +143,8 @@ def _agents(model_path: str) -> Iterator[Json]:
     with lzma.open(REQUESTS, "rt", encoding="utf-8") as lines:
         for each in map(json.loads, lines):
             is_response = each["path"] == "/v1/responses"
-            body = responses.as_chat(each["body"])[0] if is_response else each["body"]
-            chat = requests.check_chat(body, requests.Defaults())
+            given = (responses if is_response else requests).as_chat(each["body"])
+            chat = requests.check_chat(given, requests.Defaults())
             _, n_pinned = rendering.whole(chat.messages, chat.tools)
             schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in chat.tools}
             yield each | {"is_response": is_response, "n_pinned": n_pinned, "schemas": schemas}

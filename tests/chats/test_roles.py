@@ -10,14 +10,13 @@ from kvtool.chats.prompt import prefix_tokens
 from kvtool.chats.template import Template
 from kvtool.errors import ModelError
 from kvtool.llama.loaded.model import Model
-from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.messages import check
-from kvtool.serve.api.tools import check_tools
 from kvtool.serve.rendering import Rendering
 from kvtool.serve.tools.formats import HERMES, MISTRAL
 from kvtool.serve.tools.prompt import tools_text
 from tests import tiny
 from tests.held import PATIENCE_S
+from tests.serve.asking import check_messages as check
+from tests.serve.asking import check_tools
 from tests.serve.serving import serving
 from tests.serve.test_serve_tools import CALLS, tool
 
@@ -255,21 +254,6 @@ def test_tool_results_that_belong_to_the_reply_follow_its_calls(model):
     leaves_out = rendering(model, GEMMA4.replace("<tool_call|>", ""))
     with pytest.raises(ModelError, match="leaves calls out"):
         leaves_out.following(turns, 3, TOOLS)
-
-
-def test_error_names_the_message_that_the_template_refuses(model):
-    raises = "{{ raise_exception('no such of ' ~ messages | length) }}"
-    for n, role in ((3, "user"), (6, "assistant")):
-        renderer = rendering(
-            model, f"{{% for m in messages if m.content == '{n}' %}}{raises}{{% endfor %}}{CHATML}"
-        )
-        with pytest.raises(ApiError) as caught:
-            renderer.whole(check(chat_of("suauaua")), [])
-        error, where = caught.value, f"messages[{n}]"
-        assert error.message == (
-            f"{where}, of role {role}: the model's chat template fails (no such of {n + 1})"
-        )
-        assert (error.param, error.status, error.code) == (where, 400, "chat_template")
 
 
 def test_pinned_prefix_consists_of_whole_tokens(model):

@@ -14,13 +14,11 @@ from kvtool.chats.marks import CUT, JOINT, tokens_of
 from kvtool.chats.prompt import request_prefix, system_prefix, template_of
 from kvtool.chats.template import Template
 from kvtool.llama.loaded.model import Model
-from kvtool.serve.api.messages import check
-from kvtool.serve.api.tools import check_tools
 from kvtool.serve.rendering import Rendering
 from tests import tiny
 from tests.cli.called import called
 from tests.held import PATIENCE_S
-from tests.serve.asking import message, request
+from tests.serve.asking import check_messages, check_tools, message, request
 from tests.serve.serving import serving
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -118,7 +116,7 @@ def chat(text):
     ]
     parameters = {"type": "object", "properties": {"k": {"description": f"A {text}."}}}
     function = {"name": "now", "description": f"It {text} does.", "parameters": parameters}
-    return check(messages), check_tools([{"type": "function", "function": function}])
+    return check_messages(messages), check_tools([{"type": "function", "function": function}])
 
 
 N_TEXT = str(chat("%%")).count("%%")

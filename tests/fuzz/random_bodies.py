@@ -6,7 +6,7 @@ import json
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, COUNT, "/tokenize", "/detokenize", "/v1/embeddings")
+POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, COUNT, "/tokenize", "/detokenize")
 PATHS = (*POSTS, "/v1/models", "/v1/messages/batches", "/props", "/health", "/metrics", "/nowhere")
 
 N_VOCAB = 320
@@ -356,7 +356,7 @@ stream_options logprobs logit_bias response_format json_schema grammar tools too
 parallel_tool_calls prompt_cache_key echo user metadata content tokens add_special text
 system stop_sequences thinking output_config
 instructions max_output_tokens functions audio reasoning_effort cache_prompt suffix id_slot samplers
-stop_token_ids allowed_token_ids ignore_eos return_progress modalities repetition_penalty min_tokens n_keep
+stop_token_ids ignore_eos return_progress modalities repetition_penalty min_tokens n_keep
 include top_logprobs dry_sequence_breakers continue_final_message add_generation_prompt unheard_of
 """
 FIELDS = (*_NAMES.split(), *ENDS)

@@ -13,7 +13,6 @@ from kvtool.errors import UsageError
 from kvtool.llama.grammar.constraint import Matcher, Vocabulary
 from kvtool.llama.grammar.patterns import parts_of
 from kvtool.llama.grammar.rewriting import rewritten
-from kvtool.llama.grammar.rules import of_regex
 from kvtool.llama.grammar.schema import Unenforced, enforced
 from kvtool.llama.loaded.model import Model
 from tests import tiny
@@ -137,10 +136,7 @@ def test_patterns_are_rewritten_for_llguidance(pattern, parts):
 
 @pytest.mark.parametrize("count", ["10001", "200000", "2,1000000", "20000,", "9" * 5000])
 def test_repetitions_that_take_long_to_compile_are_refused(count):
-    with pytest.raises(UsageError, match=r"^the regular expression is too complex: it repeats over 10,000"):
-        of_regex(f"a{{{count}}}")
     assert parts_of(f"^a{{{count}}}$") is None
-    assert of_regex("a{3,10000}b{0,5}").start == "TEXT"
     assert parts_of("^a{0,10000}$") == ("^a{0,10000}$",)
 
 

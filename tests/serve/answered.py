@@ -24,10 +24,8 @@ from kvtool.serve.store.chats import ChatStore
 def checked(body, api="chat", defaults=None):
     """Check the body of a request. `api` is "chat", "messages" or "responses"."""
     defaults = defaults or Defaults()
-    if api == "chat":
-        return requests.check_chat(body, defaults)
-    body, places = {"messages": anthropic, "responses": responses}[api].as_chat(body)
-    return requests.check_chat(body, defaults, places=places)
+    given = {"chat": requests, "messages": anthropic, "responses": responses}[api].as_chat(body)
+    return requests.check_chat(given, defaults)
 
 
 class Answering:
@@ -107,7 +105,7 @@ def answering(model, source, folder, policy="full", budget=64, **defaults):
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
         chats = ChatStore(folder, 10**9, {})
         renderings = Renderings(model, Template(source, "", "", model.markers))
-        rest = "forget", lambda chat: {"fixed": {}}, True, StepBatcher(ComputeLock(), 1)
+        rest = "forget", lambda chat: {"fixed": {}}, StepBatcher(ComputeLock(), 1)
         slot = Slot(Writer(engine, Sampler(model)), renderings, chats, *rest)
         with closing(chats):
             yield Answering(slot, Defaults(**defaults))

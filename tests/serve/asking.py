@@ -9,12 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvtool.serve.api import messages, tools
 from tests.held import PATIENCE_S
 from tests.serve.gone import events, response
 
 
 def message(role, content):
     return {"role": role, "content": content}
+
+
+def check_messages(given):
+    """Check the messages of a request to /v1/chat/completions."""
+    return messages.check(messages.listed(given))
+
+
+def check_tools(given):
+    """Check the tools of a request to /v1/chat/completions."""
+    return tools.check_tools(tools.listed(given))
 
 
 @contextmanager

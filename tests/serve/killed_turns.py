@@ -57,7 +57,6 @@ class SlotServer:
             ChatStore(folder, 600_000, {}),
             "forget",
             lambda chat: {"fixed": {}},
-            pins=False,
             batcher=StepBatcher(ComputeLock(), 1),
         )
 
@@ -80,7 +79,9 @@ class SlotServer:
 
     def _answer(self, messages, emit):
         body = {"messages": messages, "max_tokens": 8, "temperature": 0}
-        job = SimpleNamespace(request=requests.check_chat(body, Defaults()), is_cancelled=False)
+        job = SimpleNamespace(
+            request=requests.check_chat(requests.as_chat(body), Defaults()), is_cancelled=False
+        )
         job.emit = partial(emit, job)
         self.slot.answer(job)
 

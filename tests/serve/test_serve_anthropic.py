@@ -67,8 +67,8 @@ def test_messages_request_is_converted_to_a_chat():
         "output_config": {"effort": "high"},
     }
     body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
-    chat, _ = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
-    checked = messages.check(chat.pop("messages"))
+    given = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
+    checked, chat = messages.check(given.messages), given.fields
     assert checked == [
         message("system", "A.\n\nB."),
         message("user", "One, two."),
@@ -81,15 +81,13 @@ def test_messages_request_is_converted_to_a_chat():
         message("assistant", "") | {"tool_calls": [call("c", "{}")]},
         {"role": "tool", "tool_call_id": "c", "content": ""},
     ]
-    assert [tool["function"]["name"] for tool in chat.pop("tools")] == ["look", "go"]
+    assert [tool.function["name"] for tool in given.tools] == ["look", "go"]
     assert chat.pop("tools[2]") == tools[2]
     assert chat.pop("stop") == more.pop("stop_sequences")
-    rest = {name: accepted[name] for name in ("metadata", "thinking", "context_management", "service_tier")}
-    assert chat.pop("reasoning_effort") == "high"
-    assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **rest}
+    assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **accepted}
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for field in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert anthropic.as_chat(ASKED | field)[0]["json_schema"] == form["schema"]
+        assert anthropic.as_chat(ASKED | field).output_format.value == form["schema"]
 
 
 def call(id, arguments):
@@ -118,12 +116,12 @@ def test_tool_reference_is_replaced_by_the_tools_definition():
         message("assistant", [use("a")]),
         message("user", [result("a", [REFERENCE])]),
     ]
-    chat, _ = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
+    chat = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
     definition = '{"name": "later", "description": "Waits.", "parameters": {"type": "object"}}'
-    assert messages.check(chat["messages"])[-1]["content"] == (
+    assert messages.check(chat.messages)[-1]["content"] == (
         f"<functions>\n<function>{definition}</function>\n</functions>"
     )
-    later = check_tools(chat["tools"])[1]
+    later = check_tools(chat.tools)[1]
     assert later["defer_loading"] is True
     with pytest.raises(ApiError, match=r"tool_name must be the name of a tool in tools, got 'later'"):
         anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH]})
@@ -131,7 +129,7 @@ def test_tool_reference_is_replaced_by_the_tools_definition():
 
 def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
-    (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]})[0]["tools"])
+    (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]}).tools)
     assert "defer_loading" not in later
 
 
@@ -276,23 +274,6 @@ def test_errors_have_anthropics_format_and_status(capsys):
     assert sent("/v1/models", method="GET", headers=version, limits=Limits(("key",)))[0] == 401
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"a": "x, {}", "b": [1, {"c": null}]}', {"a": "x, {}", "b": [1, {"c": None}]}),
-        ("{", {}),
-        ('{"a": "x, ', {}),
-        ('{"a": "x", "b', {"a": "x"}),
-        ('{"a": "x\\', {}),
-        ('{"a": "\\"", "b": ["{", 12', {"a": '"', "b": ["{"]}),
-        ('{"a": [1, {"b": tr', {"a": [1, {}]}),
-        ('{"a": [1, {}, 2], "b', {"a": [1, {}, 2]}),
-    ],
-)
-def test_input_of_a_call_that_a_limit_cuts_has_its_complete_members(text, expected):
-    assert anthropic._input(text) == expected
-
-
 def test_stream_sends_its_events_in_order(monkeypatch):
     pings, ping = Semaphore(0), anthropic.AnthropicBodies.ping
 
@@ -368,7 +349,8 @@ def test_stream_sends_its_events_in_order(monkeypatch):
     assert last["error"] == {"type": "overloaded_error", "message": "stopped"}
 
 
-def test_embeddings_are_refused_with_the_reason():
+def test_error_of_an_unknown_address_names_the_addresses_of_chats():
     answer = send("/v1/embeddings", "POST", body={"input": "x"})
     assert answer.status_code == 404
-    assert "gives no useful embeddings" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert message.startswith("no such address: /v1/embeddings; chats go to /v1/chat/completions")

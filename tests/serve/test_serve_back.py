@@ -142,9 +142,8 @@ def test_chats_with_different_keys_share_their_first_tokens(url):
     assert ask(url, [*messages, message("user", "And?")]).n_read < 20
 
 
-@pytest.mark.parametrize("pins", [False, True])
-def test_changed_system_prompt_is_read_from_the_first_difference(talker, pins):
-    with serving(talker, *RECALL, *["--pin"] * pins) as server:
+def test_changed_system_prompt_is_read_from_the_first_difference(talker):
+    with serving(talker, *RECALL) as server:
         url = server.url
         for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
             talked(url)
@@ -154,9 +153,8 @@ def test_changed_system_prompt_is_read_from_the_first_difference(talker, pins):
             assert len(ASKED[0]) < answer.n_read < answer.n_prompt
             messages += [answer.reply, message("user", "x" * 200)]
             stats = ask(url, messages, kvtool={"share": 10**6}).stats
-            n_pinned = len(f"[s]{other}") if other and pins else 0
-            # the policy always keeps its 4 sinks, even if fewer tokens are pinned
-            assert stats["share"]["held"].index(0) == max(4, n_pinned)
+            # the system prompt is not pinned: only the policy's 4 sinks stay
+            assert stats["share"]["held"].index(0) == 4
 
 
 TOOLS = [
@@ -182,14 +180,13 @@ def test_long_common_prefix_is_taken_from_any_stored_chat(talker, tmp_path):
         for i, system in enumerate(systems):
             ask(server.url, [system, message("user", "Why?")], prompt_cache_key=str(i))
         server.stop()
-    for pin in ([], ["--pin"]):
-        with serving(talker, *arguments, *pin) as server:
-            for key in ("2", "3"):
-                for system in systems:
-                    answer = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
-                    # the stored question "Why?" shares the tokens "Wh" with "Who?", so the server reads
-                    # only "o?" and the reply header
-                    assert answer.n_read <= 8, (pin, key)
+    with serving(talker, *arguments) as server:
+        for key in ("2", "3"):
+            for system in systems:
+                answer = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
+                # the stored question "Why?" shares the tokens "Wh" with "Who?", so the server reads
+                # only "o?" and the reply header
+                assert answer.n_read <= 8, key
 
 
 def test_tokens_read_for_a_disconnected_client_are_not_read_again(talker, tmp_path):

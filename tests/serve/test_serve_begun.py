@@ -38,7 +38,6 @@ def chat(messages, **fields):
         {"add_generation_prompt": False},
         {"continue_final_message": True, "add_generation_prompt": False},
         {"add_generation_prompt": True},
-        {"continue_": True},
     ],
     ids=str,
 )
@@ -52,7 +51,6 @@ def test_last_message_is_answered_if_continuing_is_off_or_impossible():
     calling = {**BEGUN, "tool_calls": [call]}
     for messages, fields in (
         ([HI, BEGUN], {"continue_final_message": False}),
-        ([HI, BEGUN], {"continue_": False}),
         ([HI, calling], {}),
         ([BEGUN], {}),
     ):
@@ -68,7 +66,6 @@ def test_last_message_is_answered_if_continuing_is_off_or_impossible():
     ("messages", "fields", "param"),
     [
         ([HI], {"continue_final_message": True}, "continue_final_message"),
-        ([HI], {"continue_": True}, "continue_"),
         ([BEGUN], {"continue_final_message": True}, "continue_final_message"),
         ([HI], {"add_generation_prompt": False}, "add_generation_prompt"),
         (

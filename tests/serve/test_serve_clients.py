@@ -18,10 +18,9 @@ from types import SimpleNamespace
 import httpx2 as httpx
 import pytest
 
-from kvtool.serve.api import messages
 from kvtool.serve.store.history import History
 from tests.held import PATIENCE_S
-from tests.serve.asking import events_of, message
+from tests.serve.asking import check_messages, events_of, message
 from tests.serve.serving import serving
 
 pytestmark = pytest.mark.engine
@@ -78,12 +77,12 @@ def test_functions_of_namespaces_are_called_by_their_own_names(server):
 
 
 def test_first_system_messages_are_merged():
-    checked = messages.check(
+    checked = check_messages(
         [message("developer", "One."), message("system", "Two."), message("user", "Three.")]
     )
     assert checked == [message("system", "One.\n\nTwo."), message("user", "Three.")]
     later = [message("user", "One."), message("system", "Two."), message("system", "Three.")]
-    assert messages.check(later) == later
+    assert check_messages(later) == later
 
 
 def test_chats_with_different_names_share_only_their_system_prompt():

@@ -14,10 +14,11 @@ from kvtool.llama.grammar.schema import enforced
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.tools import Choice, check_tools
+from kvtool.serve.api.tools import Choice
 from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import GEMMA, HARMONY, HERMES, LLAMA
 from tests.engine.running import open_engine
+from tests.serve.asking import check_tools
 from tests.serve.test_serve_calls import each_format, parsed
 from tests.serve.test_serve_tools import TOOLS, tool
 from tests.serve.written_calls import NOW, TRICKY, ZURICH

@@ -220,7 +220,7 @@ def test_call_in_a_code_block_is_a_call_in_each_api(client, openai_client):
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
-def test_billing_header_is_dropped_unless_keep_headers_is_given(client, smol):
+def test_billing_header_is_dropped(client):
     messages = [message("user", "What is a header?")]
     first = ask(client, messages, system=[HEADER, *SYSTEM])
     messages += [message("assistant", first.content), message("user", "And?")]
@@ -229,20 +229,6 @@ def test_billing_header_is_dropped_unless_keep_headers_is_given(client, smol):
     assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + 6
     plain = client.messages.count_tokens(model="x", messages=messages, system=SYSTEM).input_tokens
     assert plain == n_prompt(second.usage)
-    options = ("--keep-headers", "--strict-model", "--temp", "0", "--budget", "256")
-    with serving(smol, *options) as server, of(server) as keeps:
-        counted = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
-        assert counted.input_tokens > plain + 10
-        # --strict-model refuses the names of other models
-        for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
-            with pytest.raises(anthropic.NotFoundError) as raised:
-                ask(keeps, messages, model=name)
-            error = raised.value.body["error"]
-            assert error["type"] == "not_found_error"
-            assert error["message"].isprintable()
-        with pytest.raises(anthropic.NotFoundError):
-            keeps.models.retrieve("claude-opus-4-8")
-        assert ask(keeps, messages, model="smollm2-135m").content
 
 
 def test_any_model_name_means_the_loaded_model(client):

@@ -1,4 +1,4 @@
-"""Answers that must fit a schema, a grammar, a pattern or a choice, or that must call a tool."""
+"""Answers that must fit a schema or a grammar, or that must call a tool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_schema(schema, strict=None):
     ("fields", "shape"),
     [
         ({}, None),
-        ({"response_format": {"type": "text"}, "grammar": "", "guided_json": None}, None),
+        ({"response_format": {"type": "text"}, "grammar": "", "json_schema": None}, None),
         (
             {"response_format": of_schema(CITY, strict=True)},
             OutputFormat("schema", CITY, "response_format.json_schema.schema", strict=True),
@@ -43,25 +43,7 @@ def of_schema(schema, strict=None):
             OutputFormat("schema", {"type": "object"}, "response_format.schema"),
         ),
         ({"json_schema": CITY}, OutputFormat("schema", CITY, "json_schema")),
-        ({"guided_json": json.dumps(CITY)}, OutputFormat("schema", CITY, "guided_json")),
-        ({"guided_json": CITY}, OutputFormat("schema", CITY, "guided_json")),
         ({"grammar": "root ::= [a]"}, OutputFormat("grammar", "root ::= [a]", "grammar")),
-        ({"guided_grammar": "root ::= [a]"}, OutputFormat("grammar", "root ::= [a]", "guided_grammar")),
-        ({"guided_regex": "[ab]"}, OutputFormat("regex", "[ab]", "guided_regex")),
-        ({"guided_choice": ["a", "b"]}, OutputFormat("choice", ["a", "b"], "guided_choice")),
-        ({"structured_outputs": {"json": CITY}}, OutputFormat("schema", CITY, "structured_outputs.json")),
-        (
-            {"structured_outputs": {"regex": "a", "disable_any_whitespace": False}},
-            OutputFormat("regex", "a", "structured_outputs.regex"),
-        ),
-        (
-            {"structured_outputs": {"choice": ["a"]}},
-            OutputFormat("choice", ["a"], "structured_outputs.choice"),
-        ),
-        (
-            {"structured_outputs": {"json_object": True}},
-            OutputFormat("schema", {"type": "object"}, "structured_outputs.json_object"),
-        ),
     ],
 )
 def test_fields_of_output_formats_are_read(fields, shape):
@@ -87,19 +69,13 @@ def test_fields_of_output_formats_are_read(fields, shape):
             "response_format.json_schema.strict",
             "true or false",
         ),
-        ({"guided_json": "{"}, "guided_json", "must be a JSON schema"),
-        ({"guided_json": "[]"}, "guided_json", "must be an object, got a list"),
-        ({"guided_regex": 5}, "guided_regex", "must be a string"),
-        ({"guided_choice": ["a", 5]}, "guided_choice[1]", "must be a string, got a number"),
+        ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "an object"),
+        ({"json_schema": "[]"}, "json_schema", "must be an object, got a string"),
+        ({"grammar": 5}, "grammar", "must be a string"),
         (
-            {"structured_outputs": {"structural_tag": "x"}},
-            "structured_outputs.structural_tag",
-            "is not supported",
-        ),
-        (
-            {"guided_regex": "a", "guided_choice": ["a"]},
-            "guided_choice",
-            "guided_choice and guided_regex each say what the answer must fit; leave out one",
+            {"json_schema": CITY, "grammar": "root ::= [a]"},
+            "grammar",
+            "grammar and json_schema each say what the answer must fit; leave out one",
         ),
     ],
 )
@@ -117,7 +93,6 @@ def test_error_names_the_invalid_format_field(fields, param, words):
             "grammar",
             "the grammar does not parse: expecting a rule's name",
         ),
-        (OutputFormat("choice", [], "guided_choice"), "guided_choice", "among 1 to 10,000 texts, got 0"),
         (
             OutputFormat(
                 "schema", {"properties": {"a": {"items": {"pattern": "(?!a)b"}}}}, "json_schema", strict=True
@@ -233,24 +208,14 @@ def test_unenforced_keyword_is_remarked_or_an_error_if_strict(ask):
 
 
 @pytest.mark.engine
-def test_error_about_a_pattern_has_its_reason_on_one_line(ask):
-    with pytest.raises(ApiError, match="cannot be used: look-around, .* is not supported$") as caught:
-        ask(guided_regex="a(?=b)")
-    assert caught.value.param == "guided_regex"
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("fields", "fits"),
     [
-        ({"guided_regex": "(ab|c)+[0-9]{3}"}, r"(ab|c)+[0-9]{3}"),
-        ({"guided_choice": ["red", "reddish", 'a/b "c"']}, r'red|reddish|a/b "c"'),
-        ({"guided_grammar": 'root ::= "x" [0-9]{2}'}, r"x[0-9]{2}"),
-        ({"structured_outputs": {"regex": "[xyz]{4}"}}, r"[xyz]{4}"),
-        ({"guided_json": {"enum": ["one", 2]}}, r'"one"|2(\.0+)?'),
+        ({"grammar": 'root ::= "x" [0-9]{2}'}, r"x[0-9]{2}"),
+        ({"json_schema": {"enum": ["one", 2]}}, r'"one"|2(\.0+)?'),
     ],
 )
-def test_answer_fits_format_fields_of_other_servers(ask, fields, fits):
+def test_answer_fits_format_fields_of_llama_server(ask, fields, fits):
     for seed in range(4):
         assert re.fullmatch(fits, ask(seed, **fields)["message"]["content"])
 
@@ -293,7 +258,7 @@ def test_unenforceable_pattern_is_an_error_only_for_a_strict_tool(ask):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("n", [1, 4, 9, 14, 20])
-def test_call_cut_by_max_tokens_is_not_returned_as_text(ask, n):
+def test_call_cut_by_max_tokens_is_left_out(ask, n):
     tools = [tool("note", with_required(text={"type": "string", "minLength": 400}))]
     or_answer = {"tool_choice": "auto", "response_format": of_schema({"const": "x"})}
     for more in ({"tool_choice": "required"}, or_answer):
@@ -301,9 +266,7 @@ def test_call_cut_by_max_tokens_is_not_returned_as_text(ask, n):
             end = ask(seed, tools=tools, max_tokens=n, **more)
             assert end["message"]["content"] in ("", '"', '"x', '"x"')
             assert end["finish"] == ("stop" if end["message"]["content"] == '"x"' else "length")
-            for call in end["message"].get("tool_calls", ()):
-                with pytest.raises(json.JSONDecodeError):
-                    json.loads(call["function"]["arguments"])
+            assert "tool_calls" not in end["message"]
 
 
 @pytest.mark.engine

@@ -55,7 +55,7 @@ class Asked:
             "logit_bias": {"2": -100},
             **more,
         }
-        self.request = requests.check_chat(body, Defaults())
+        self.request = requests.check_chat(requests.as_chat(body), Defaults())
         self.client = str(next(NUMBER))
         self.prompt_counts, self.end, self.is_cancelled = None, None, False
         self.events, self._seen, self._is_over = [], seen, threading.Event()
@@ -101,7 +101,7 @@ class Serving:
             settings = Settings(n_batch=n_batch, n_threads=1, archive_type="f16")
             engine = stack.enter_context(closing(Engine(model, fitted, settings)))
             writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
-            rest = "forget", meta, False, self.batcher
+            rest = "forget", meta, self.batcher
             return Slot(writer, renderings, chats, *rest)
 
         self.batcher = stack.enter_context(closing(StepBatcher(self.lock, n, self.lines.append)))

@@ -77,6 +77,7 @@ def wish(**fields):
         ({"thinking": {"type": "disabled"}}, "off", None),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, None, None),
         ({"thinking": {"type": "adaptive"}, "reasoning_effort": "low"}, "low", None),
+        ({"reasoning": {"enabled": True}, "reasoning_effort": "none"}, "on", None),
         ({"thinking": {"type": "enabled"}, "reasoning_effort": "max"}, "max", None),
         ({"thinking_budget": -1}, None, None),
         ({"thinking_budget": 0}, "off", 0),
@@ -133,8 +134,7 @@ def test_request_overrides_the_servers_effort_and_may_lower_its_budget():
     [
         ({"thinking_budget": 0}, "thinking_budget"),
         ({"reasoning_budget": 0}, "reasoning_budget"),
-        ({"thinking_budget_tokens": 0, "reasoning": {"max_tokens": 5}}, "thinking_budget_tokens"),
-        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"reasoning_budget": 0, "reasoning": {"max_tokens": 5}}, "reasoning_budget"),
         ({"reasoning": {"max_tokens": 0}}, "reasoning.max_tokens"),
         ({"thinking": {"type": "adaptive", "budget_tokens": 0}}, "thinking.budget_tokens"),
     ],
@@ -200,6 +200,7 @@ def test_efforts_and_template_variables_reach_the_template(serve, api, more, sho
     ("source", "api", "more", "remark"),
     [
         (PLAIN, "chat", {"reasoning_effort": "medium"}, "reasoning_effort: # has no thinking"),
+        (PLAIN, "chat", {"enable_thinking": True}, "enable_thinking: # has no thinking to switch on"),
         (PLAIN, "chat", {"thinking_budget": 9}, "thinking_budget: # has no thinking to limit"),
         (PLAIN, "responses", {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens: # has no thinking"),
         (PLAIN, "chat", {"reasoning": {"effort": "low", "max_tokens": 9}}, "reasoning.effort: # has no"),
@@ -215,14 +216,14 @@ def test_answer_remarks_fields_that_the_template_does_not_support(serve, source,
     assert actual.startswith(remark.replace("#", "the model's chat template"))
 
 
-def test_enable_thinking_is_refused_if_the_template_cannot_think(serve):
-    refuse = serve(PLAIN)
-    with pytest.raises(ApiError) as raised:
-        refuse(USER, "Yes.", enable_thinking=True)
-    assert (raised.value.status, raised.value.param) == (400, "enable_thinking")
-    assert raised.value.message == "enable_thinking: the model's chat template has no thinking to switch on"
-    # False is accepted, because this template has no thinking anyway
-    assert refuse(USER, "Yes.", enable_thinking=False)["message"]["content"] == "Yes."
+def test_chat_that_the_template_refuses_gets_the_templates_message(serve):
+    picky = serve("{% if messages[-1].content == 'x' %}{{ raise_exception('not x') }}{% endif %}" + PLAIN)
+    with pytest.raises(ApiError, match=r"^the model's chat template fails \(not x\)$") as raised:
+        picky([USER[0] | {"content": "x"}], "Yes.")
+    assert (raised.value.status, raised.value.code) == (400, "chat_template")
+
+
+def test_variables_with_which_the_template_fails_are_refused(serve):
     failing = serve("{% if effort == 'deep' %}{{ raise_exception('no such effort') }}{% endif %}" + PLAIN)
     with pytest.raises(ApiError) as raised:
         failing(USER, "Yes.", chat_template_kwargs={"effort": "deep"})

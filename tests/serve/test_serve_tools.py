@@ -12,12 +12,12 @@ import pytest
 from kvtool.chats.template import Template
 from kvtool.serve.api import anthropic, messages, responses
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.tools import Choice, check_choice, check_tools
+from kvtool.serve.api.tools import Choice, check_choice
 from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
 from kvtool.serve.tools.prompt import as_text, for_template, tools_text
-from tests.serve.asking import message
+from tests.serve.asking import check_messages, check_tools, message
 
 
 def tool(name, parameters=None, **more):
@@ -133,7 +133,7 @@ def test_calls_and_results_of_all_clients_are_normalized():
         return {"function": {"name": "weather", "arguments": arguments}, **more}
 
     def checked(*turns):
-        return messages.check([{"role": "user", "content": "?"}, *turns])[1:]
+        return check_messages([{"role": "user", "content": "?"}, *turns])[1:]
 
     def result(content, **more):
         return {"role": "tool", "content": content, **more}
@@ -141,8 +141,8 @@ def test_calls_and_results_of_all_clients_are_normalized():
     now = {"function": {"name": "now"}, "id": None}
     reply, *results = checked(
         calling(call({"city": "\u00c5rhus", "days": 2}), call('{"city": "Oslo"}', id=""), now),
-        result("Noon.", name="now"),
         result("Rain."),
+        result("Noon.", tool_call_id="call_3"),
         result("Snow.", tool_call_id=""),
     )
     assert reply["tool_calls"] == [
@@ -161,11 +161,11 @@ def test_calls_and_results_of_all_clients_are_normalized():
     chat = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
     *_, later, last = checked(*chat)
     assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
-    # in Ollama's format, a result has the tool's name instead of the call's id
-    _, second, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
+    # a result without an id belongs to the next call that waits
+    _, second, third = checked(calling(call("{}", id="x"), now), result("a", tool_call_id="x"), result("b"))
     assert [(each["tool_call_id"], each["content"]) for each in (second, third)] == [
-        ("x", "b"),
-        ("call_2", "a"),
+        ("x", "a"),
+        ("call_2", "b"),
     ]
 
 
@@ -175,7 +175,7 @@ def test_results_are_sorted_by_the_order_of_their_calls():
         turns = [{"role": "tool", "tool_call_id": id, "content": content} for id, content in results]
         return [
             each["content"]
-            for each in messages.check([{"role": "assistant", "tool_calls": calls}, *turns, *later])[1:]
+            for each in check_messages([{"role": "assistant", "tool_calls": calls}, *turns, *later])[1:]
         ]
 
     later = []
@@ -186,8 +186,8 @@ def test_results_are_sorted_by_the_order_of_their_calls():
     assert sorted_contents("aba", ("a", "1"), ("b", "2"), ("a", "3")) == ["1", "2", "3"]
     items = [{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "ab"]
     items += [{"type": "function_call_output", "call_id": id, "output": id} for id in "ba"]
-    chat, _ = responses.as_chat({"input": items})
-    assert [each["content"] for each in messages.check(chat["messages"])] == ["", "a", "b"]
+    chat = responses.as_chat({"input": items})
+    assert [each["content"] for each in messages.check(chat.messages)] == ["", "a", "b"]
     # results after another message are not sorted together with the results before it
     later = [{"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
     assert sorted_contents("ab", ("b", "2")) == ["2", "?", "1"]
@@ -211,7 +211,8 @@ def test_checking_names_and_ids_takes_linear_time(monkeypatch):
     check_tools([tool(Name(f"f{i}")) for i in range(n)])
     calls = [{"id": Name(f"c{i}"), "function": {"name": Name("f")}} for i in range(n)]
     results = [{"role": "tool", "tool_call_id": Name(f"c{i}"), "name": "f"} for i in range(n)]
-    messages._match_results([{"role": "assistant", "tool_calls": calls}, *results])
+    talk = [{"role": "assistant", "tool_calls": calls}, *results]
+    messages._match_results(talk, [""] * len(talk))
     tools = [{"name": Name(f"f{i}"), "input_schema": {"type": "object"}} for i in range(n)]
     found = [{"type": "tool_reference", "tool_name": Name(f"f{i}")} for i in range(n)]
     content = [{"type": "tool_result", "tool_use_id": "x", "content": found}]
@@ -222,7 +223,7 @@ def test_checking_names_and_ids_takes_linear_time(monkeypatch):
 def test_calls_with_or_without_ids_are_the_same_chat():
     def digest(call, **result):
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        checked = messages.check([reply, {"role": "tool", "content": "Rain.", **result}])
+        checked = check_messages([reply, {"role": "tool", "content": "Rain.", **result}])
         return History(None, [], checked).now
 
     whole = {"id": "1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
@@ -233,7 +234,7 @@ def test_calls_with_or_without_ids_are_the_same_chat():
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id is missing, and no call waits"),
+        ([{"role": "tool", "content": "x"}], "messages[0] is a result without an id, and no call waits"),
         ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id must be a string"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": [1]}}]}],
@@ -248,7 +249,7 @@ def test_calls_with_or_without_ids_are_the_same_chat():
 )
 def test_error_names_the_invalid_field_of_a_call_or_result(found, words):
     with pytest.raises(ApiError) as caught:
-        messages.check(found)
+        check_messages(found)
     assert caught.value.message.startswith(words)
 
 
@@ -323,7 +324,7 @@ CALLS = [
     {"id": "call_0123456789", "type": "function", "function": {"name": "now", "arguments": "{}"}},
     {"id": "call_2", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ü"}'}},
 ]
-CHAT = messages.check(
+CHAT = check_messages(
     [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": CALLS},

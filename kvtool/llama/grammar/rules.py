@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtool.errors import UsageError
-
-MAX_CHOICES = 10_000
-"""Maximum number of texts in a choice."""
 
 MAX_REPETITIONS = 10_000
 """Maximum count of a repetition such as a{10000}. llguidance takes about a minute to compile a million."""
@@ -40,23 +36,6 @@ class Rules(NamedTuple):
     @property
     def text(self) -> str:
         return "\n".join(["%llguidance {}", f"start: {self.start}", *self.more]) + "\n"
-
-
-def of_choice(texts: Sequence[str]) -> Rules:
-    """Return rules for a text that must be one of these. Raises UsageError for no texts or too many texts."""
-    if not texts or len(texts) > MAX_CHOICES:
-        raise UsageError(f"a choice must be among 1 to {MAX_CHOICES:,} texts, got {len(texts):,}")
-    # all texts are in a single lexeme, because a text may begin with another text of the choice
-    return Rules("CHOICE", (f"CHOICE: {' | '.join(map(literal, texts))}",), "the choice")
-
-
-def of_regex(pattern: str) -> Rules:
-    """Return rules for the texts that a regular expression matches completely."""
-    import llguidance
-
-    if repeats_too_often(pattern):
-        raise UsageError(f"the regular expression is too complex: it repeats over {MAX_REPETITIONS:,} times")
-    return Rules("TEXT", (f"TEXT: /{llguidance.regex_to_lark(pattern, 'd')}/",), "the regular expression")
 
 
 def repeats_too_often(pattern: str) -> bool:

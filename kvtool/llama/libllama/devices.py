@@ -8,7 +8,7 @@ from typing import Any
 from kvtool.llama.libllama.bindings import upstream
 from kvtool.llama.libllama.library import ABI, api, lib, library_path
 from kvtool.llama.libllama.log import start_backends
-from kvtool.system.memory import free_bytes
+from kvtool.system.memory import free_bytes, total_bytes
 
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
 """Names of ggml's device types. The index is ggml's number of the type."""
@@ -23,8 +23,8 @@ def devices() -> list[dict[str, Any]]:
         free, total = memory_of(device)
         kind = lib.ggml_backend_dev_type(device)
         if kind == _DEVICE_TYPES.index("cpu"):
-            # for a CPU, ggml reports all memory as free
-            free = min(free, free_bytes())
+            # for a CPU, ggml reports all memory of the machine as free
+            free, total = min(free, free_bytes()), min(total, total_bytes())
         listed.append(
             {
                 "name": lib.ggml_backend_dev_name(device).decode(),

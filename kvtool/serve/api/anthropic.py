@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
-from kvtool.serve.api.messages import loaded
-from kvtool.serve.api.requests import MAX_STOPS
+from kvtool.serve.api.messages import listed
+from kvtool.serve.api.output_format import OutputFormat
+from kvtool.serve.api.requests import MAX_STOPS, GivenChat
+from kvtool.serve.api.tools import GivenTool
 from kvtool.serve.events import End, PromptCounts
 
 _REFUSED = ("mcp_servers", "container")
@@ -35,85 +36,68 @@ _KINDS = {
 }
 """HTTP statuses, mapped to Anthropic's types of errors."""
 
-_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\],]', re.S)
-"""A string in JSON, which may be cut, or a character that begins, ends or separates members."""
 
+def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
+    """Convert the body of a request to a chat. Raises ApiError.
 
-def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, dict[str, str]]:
-    """Convert the body of a request to a body of /v1/chat/completions. Raises ApiError.
-
-    Also returns a map from paths in the new body, such as "messages[1]", to paths in the request: see
-    `ClientPlaces.places`. Fields that have the same meaning in both APIs are copied.
+    Fields that have the same meaning in both APIs are copied.
 
     is_counted: True if the client wants only the number of tokens of the prompt.
     """
     fields = Fields(body)
     fields.refuse(_REFUSED)
-    messages: list[Body] = []
-    places: dict[str, str] = {}
-
-    def add(where: str, message: Body) -> None:
-        places[f"messages[{len(messages)}]"] = where
-        messages.append(message)
-
+    messages: list[tuple[str, Body]] = []
     for where, block in _blocks(fields.pop("system") or "", "system", ("text",)):
-        add(where, {"role": "system", "content": need_text(block, "text", where)})
-    asked = need(fields.pop("messages"), list, "messages")
-    if not asked:
-        raise ApiError.at("messages", "must have at least one message")
-    given = fields.pop("tools")
-    tools = [] if given is None else _tools(given, places)
-    functions = _functions(tools)
-    for i, each in enumerate(asked):
-        for where, message in _messages(each, f"messages[{i}]", functions):
-            add(where, message)
-    chat: Body = {"messages": messages}
+        messages.append((where, {"role": "system", "content": need_text(block, "text", where)}))
+    asked = listed(fields.pop("messages"))
+    given = optional(fields.pop("tools"), list, "tools") or []
+    tools = _tools(given)
+    functions = {str(tool.function["name"]): tool.function for tool in tools}
+    for where, each in asked:
+        messages += _messages(each, where, functions)
+    # pass tools without a function on as unknown fields, so that the answer lists them as ignored
+    chat: Body = {f"tools[{i}]": tool for i, tool in enumerate(given) if not _is_function(tool)}
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
-        _check_answered(messages, n_max, f"messages[{len(asked) - 1}]")
+        _check_answered(messages, n_max)
         chat["max_tokens"] = n_max
     if stops := fields.texts("stop_sequences", MAX_STOPS):
-        chat["stop"], places["stop"] = list(stops), "stop_sequences"
-    if given is not None:
-        chat["tools"] = tools
-        # pass these tools on as unknown fields, so that the answer lists them as ignored
-        chat |= {f"tools[{i}]": tool for i, tool in enumerate(given) if not _is_function(tool)}
+        chat["stop"] = list(stops)
     if (choice := fields.pop("tool_choice")) is not None:
-        chat["tool_choice"], places["tool_choice.function"] = _choice(choice, tools), "tool_choice"
+        chat["tool_choice"] = _choice(choice, tools)
         where = "tool_choice.disable_parallel_tool_use"
         if optional(choice.get("disable_parallel_tool_use"), bool, where):
             chat["parallel_tool_calls"] = False
     config = fields.mapping("output_config") or {}
-    where, schema = _schema(config, fields.pop("output_format"))
+    output_format = _output_format(config, fields.pop("output_format"))
     if config.get("effort") is not None:
-        chat["reasoning_effort"], places["reasoning_effort"] = config["effort"], "output_config.effort"
-    if schema is not None:
-        chat["json_schema"] = schema
-        places["json_schema"] = places["response_format"] = where
-    return {name: fields.pop(name) for name in fields.left} | chat, places
+        chat["output_config"] = {"effort": config["effort"]}
+    copied = {name: fields.pop(name) for name in fields.left}
+    return GivenChat([*messages], tools, copied | chat, output_format)
 
 
-def _check_answered(messages: list[Body], n_max: int | None, last: str) -> None:
+def _check_answered(messages: Sequence[tuple[str, Body]], n_max: int | None) -> None:
     """Raise ApiError if the messages cannot be answered, or if max_tokens is missing.
 
-    n_max: value of max_tokens, or None if it is missing. last: path of the last message in the request, such
-    as "messages[2]", for errors.
+    n_max: value of max_tokens, or None if it is missing.
     """
     if n_max is None:
         raise ApiError.at("max_tokens", "is missing: it is the most tokens of the answer")
-    if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
-        raise ApiError.at(last, "must be followed by the results of its tool_use blocks")
-    content = messages[-1]["content"]
-    if messages[-1]["role"] == "assistant" and content != content.rstrip():
+    where, message = messages[-1]
+    if message["role"] == "assistant" and "tool_calls" in message:
+        raise ApiError.at(where, "must be followed by the results of its tool_use blocks")
+    if message["role"] == "assistant" and message["content"] != message["content"].rstrip():
         # models continue badly after white space; Anthropic's server refuses it too
-        raise ApiError.at(last, "must not end with white space, as it is continued")
+        raise ApiError.at(where, "must not end with white space, as it is continued")
 
 
-def _messages(value: object, where: str, functions: Mapping[str, Body]) -> Iterator[tuple[str, Body]]:
+def _messages(
+    value: object, where: str, functions: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, Body]]:
     """Convert one of Anthropic's messages to messages of a chat, and yield (place, message) for each.
 
     The place is the part of the request from which the message is made, such as "messages[2].content[0]".
-    Each result of a tool becomes a message of the chat. functions: the result of `_functions`.
+    Each result of a tool becomes a message of the chat. functions: the functions of all tools by their names.
     """
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
@@ -166,7 +150,7 @@ def _call(block: Body, where: str) -> Body:
     return {"id": need_text(block, "id", where), "type": "function", "function": function}
 
 
-def _result(block: Body, where: str, functions: Mapping[str, Body]) -> Body:
+def _result(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]]) -> Body:
     content = block.get("content")
     texts, definitions = [], []
     kinds = ("text", "tool_reference")
@@ -180,7 +164,7 @@ def _result(block: Body, where: str, functions: Mapping[str, Body]) -> Body:
     return {"role": "tool", "tool_call_id": need_text(block, "tool_use_id", where), "content": "".join(texts)}
 
 
-def _definition(block: Body, where: str, functions: Mapping[str, Body]) -> str:
+def _definition(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the definition of a tool that a tool search found, in the form that Claude Code uses."""
     name = need_text(block, "tool_name", where)
     if name not in functions:
@@ -189,34 +173,26 @@ def _definition(block: Body, where: str, functions: Mapping[str, Body]) -> str:
     return f"<function>{json.dumps(definition, ensure_ascii=False)}</function>"
 
 
-def _functions(tools: list[Any]) -> dict[str, Body]:
-    """Return the functions of tools by their names. Leave out tools without a name."""
-    functions = [tool["function"] for tool in tools if isinstance(tool, dict)]
-    return {each["name"]: each for each in functions if isinstance(each["name"], str)}
-
-
-def _tools(value: object, places: dict[str, str]) -> list[Any]:
+def _tools(given: Sequence[object]) -> list[GivenTool]:
     """Convert tools to tools of a chat. Leave out Anthropic's own tools, because they have no schema.
 
     A tool with "defer_loading" is not in the prompt until a result refers to the tool. If a request has
     Anthropic's own tool search, all tools are in the prompt: this search never runs here, and so no result of
-    it can refer to tools.
+    it can refer to tools. Raises ApiError.
     """
-    given = need(value, list, "tools")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
     is_hosted_search = any(isinstance(kind, str) and kind.startswith("tool_search_tool") for kind in kinds)
-    tools: list[Any] = []
-    for i, tool in enumerate(given):
-        if not _is_function(tool):
+    tools = []
+    for i, each in enumerate(given):
+        if not _is_function(each):
             continue
-        where, at = f"tools[{i}]", f"tools[{len(tools)}]"
-        places |= {f"{at}.function.parameters": f"{where}.input_schema", f"{at}.function": where, at: where}
-        if isinstance(tool, dict):
-            function = {name: tool.get(name) for name in ("name", "description", "strict")}
-            function["parameters"] = tool.get("input_schema")
-            deferred = None if is_hosted_search else tool.get("defer_loading")
-            tool = {"type": "function", "function": function, "defer_loading": deferred}
-        tools.append(tool)
+        where = f"tools[{i}]"
+        tool = need(each, dict, where)
+        function = {name: tool.get(name) for name in ("name", "description", "strict")}
+        function["parameters"] = tool.get("input_schema")
+        is_deferred = optional(tool.get("defer_loading"), bool, f"{where}.defer_loading")
+        deferred = bool(is_deferred) and not is_hosted_search
+        tools.append(GivenTool(where, f"{where}.input_schema", function, deferred))
     return tools
 
 
@@ -225,11 +201,11 @@ def _is_function(tool: object) -> bool:
     return not isinstance(tool, dict) or tool.get("type") in (None, "custom")
 
 
-def _choice(value: object, tools: list[Any]) -> object:
+def _choice(value: object, tools: Sequence[GivenTool]) -> object:
     choice = need(value, dict, "tool_choice")
     kind = choice.get("type")
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return {"type": "function", "name": choice.get("name")}
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise ApiError.at("tool_choice.type", f"must be auto, any, tool or none, got {shown(kind)}")
     if kind == "any" and not tools:
@@ -237,15 +213,15 @@ def _choice(value: object, tools: list[Any]) -> object:
     return _CHOICES[kind]
 
 
-def _schema(config: Body, output_format: object) -> tuple[str, Body | None]:
-    """Return (path in the request, schema) for the JSON schema of the answer. The schema may be None."""
+def _output_format(config: Body, output_format: object) -> OutputFormat | None:
+    """Return the format in output_config.format or output_format, or None."""
     where = "output_config.format" if output_format is None else "output_format"
     given = config.get("format") if output_format is None else output_format
     if given is None:
-        return where, None
+        return None
     if not isinstance(given, dict) or given.get("type") != "json_schema":
         raise ApiError.at(f"{where}.type", "must be json_schema")
-    return f"{where}.schema", need(given.get("schema"), dict, f"{where}.schema")
+    return OutputFormat("schema", need(given.get("schema"), dict, f"{where}.schema"), f"{where}.schema")
 
 
 def has_cache_control(body: Body) -> bool:
@@ -301,7 +277,7 @@ class AnthropicBodies(AnswerBodies):
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", []):
-            content.append(_call_block(call) | {"input": _input(call["function"]["arguments"])})
+            content.append(_call_block(call) | {"input": json.loads(call["function"]["arguments"])})
         usage = self._usage(end, end["n_written"])
         return self._common | {"content": content, **_stop(end), "usage": usage, **self._kvtool(end)}
 
@@ -383,23 +359,6 @@ class AnthropicBodies(AnswerBodies):
 
 def _call_block(call: Body) -> Body:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-
-
-def _input(arguments: str) -> Any:
-    """Return the arguments of a call. If a limit has cut their JSON, return the members that are complete."""
-    value = loaded(arguments)
-    if isinstance(value, dict):
-        return value
-    # index after the last complete member, and the brackets that close what is open there
-    end, closing = 0, ""
-    for part in _JSON_PART.finditer(arguments):
-        if part[0] in ("{", "["):
-            closing = {"{": "}", "[": "]"}[part[0]] + closing
-        elif part[0] in ("}", "]"):
-            closing = closing[1:]
-        if not part[0].startswith('"'):
-            end = part.start() if part[0] == "," else part.end()
-    return loaded(arguments[:end] + closing)
 
 
 def _stop(end: End) -> Body:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import traceback
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
-
-_PLACE = re.compile(r"(?<![\w.])\w+(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?){0,2}")
-"""Pattern of places in a body, such as "messages[1].content". Keys of `ClientPlaces.places` fit it."""
 
 
 @dataclass(eq=False)
@@ -55,44 +50,6 @@ class ApiError(Exception):
         """JSON that the client gets."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error | self.more}
-
-
-@dataclass(frozen=True, slots=True)
-class ClientPlaces:
-    """Translates places in a checked chat, such as "messages[1].content", to places in the client's request.
-
-    Attributes
-    ----------
-    places
-        Maps places in the converted body (a body of /v1/chat/completions) to places in the client's request.
-    shift
-        Index of a message in the request, minus the index of this message in the chat. It is above 0 if
-        messages at the start were joined or dropped, and -1 if a system prompt was added.
-    """
-
-    places: Mapping[str, str]
-    shift: int = 0
-
-    def in_error(self, error: ApiError) -> ApiError:
-        """Return a copy of the error. Its message and `param` name places in the client's request."""
-        param = None if error.param is None else self.in_text(error.param)
-        return replace(error, message=self.in_text(error.message), param=param)
-
-    def in_text(self, text: str) -> str:
-        """Replace places in the chat by places in the client's request. Return the new text."""
-        if self.shift:
-            text = re.sub(r"\bmessages\[(\d{1,9})\]", lambda match: self._message(int(match[1])), text)
-        return _PLACE.sub(lambda match: self._translated(match[0]), text) if self.places else text
-
-    def _translated(self, place: str) -> str:
-        """Replace the longest known beginning of a place."""
-        known = place
-        while known and known not in self.places:
-            known = known[: max(known.rfind("."), known.rfind("["), 0)]
-        return self.places.get(known, "") + place[len(known) :]
-
-    def _message(self, i: int) -> str:
-        return f"messages[{i + self.shift}]" if i + self.shift >= 0 else "the server's system prompt"
 
 
 def internal_error(error: Exception) -> ApiError:

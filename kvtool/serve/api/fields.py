@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
-import re
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from kvtool.serve.api.errors import ApiError
 
@@ -31,57 +30,19 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("function_call", ("none", "auto"), "use tool_choice"),
     ("suffix", ("",), "kvtool only continues a text at its end; remove it"),
     # llama-server
-    ("input_prefix input_suffix", ("",), "put it into prompt"),
     ("image_data", ([],), _TEXT_ONLY),
     ("n_probs", (0,), "use logprobs"),
-    ("dynatemp_range", (0,), "use temperature"),
-    ("top_n_sigma", (-1, 0), "use min_p"),
-    ("adaptive_target", (-1, 0), "use min_p"),
-    ("min_keep", (0, 1), "remove it"),
-    (
-        "samplers",
-        ([], ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]),
-        "their order is fixed; remove it",
-    ),
-    ("n_keep", (-1, 0), "the policy decides which tokens stay; remove it"),
-    ("t_max_predict_ms", (-1, 0), "use max_tokens"),
-    ("lora response_fields", ([],), "remove it"),
-    ("n_indent", (0,), "remove it"),
-    ("post_sampling_probs return_tokens grammar_lazy", (False,), "remove it"),
     # vLLM
     ("bad_words", ([],), "ban single tokens by logit_bias"),
     ("min_tokens", (0,), "remove it"),
-    ("prompt_logprobs", (False,), "ask /v1/completions for echo and logprobs"),
-    ("truncate_prompt_tokens", (-1,), "the policy decides which tokens stay; remove it"),
-    ("skip_special_tokens", (True,), "remove it"),
-    ("chat_template chat_template_str instruction_template_str", ("",), "the model's own is used; remove it"),
-    ("documents logits_processors", ([],), "remove it"),
-    (
-        "use_beam_search include_stop_str_in_output return_token_ids return_tokens_as_token_ids",
-        (False,),
-        "remove it",
-    ),
-    # text-generation-webui and TGI
-    ("do_sample", (True,), "use a temperature of 0"),
-    ("mode", ("instruct",), "remove it"),
-    ("guidance_scale encoder_repetition_penalty tfs tfs_z", (1,), "remove it"),
-    ("dynatemp_low dynatemp_high", (1,), "use temperature"),
-    ("smoothing_factor top_a epsilon_cutoff eta_cutoff penalty_alpha", (0,), "use min_p"),
-    ("no_repeat_ngram_size", (0,), "use dry_multiplier"),
-    ("mirostat_mode", (0,), "use mirostat"),
-    ("max_tokens_second top_n_tokens truncate", (0,), "remove it"),
-    ("negative_prompt custom_token_bans tool_prompt guideline adapter_id", ("",), "remove it"),
-    ("grammar_string", ("",), "use grammar"),
-    ("sampler_priority", ([],), "their order is fixed; remove it"),
-    ("add_bos_token", (True,), "remove it"),
-    ("dynamic_temperature auto_max_new_tokens watermark return_full_text", (False,), "remove it"),
-    # Mistral, OpenRouter, Ollama
-    ("safe_prompt", (False,), "write it into the system prompt"),
-    ("random_seed", (), "use seed"),
-    ("plugins", ([],), "remove it"),
+    ("allowed_token_ids", ([],), "use a grammar"),
+    # these fields of vLLM, SGLang, text-generation-webui and Ollama say what the answer must fit
+    ("guided_json guided_json_object", ("", False), "use response_format"),
+    ("structured_outputs", ({},), "use response_format"),
+    ("guided_regex regex", ("",), "use response_format with a pattern"),
+    ("guided_choice", ([],), "use response_format with an enum"),
+    ("guided_grammar ebnf grammar_string", ("",), "use grammar"),
     ("format", ("",), "use response_format"),
-    ("raw", (False,), "use /v1/completions"),
-    ("template", ("",), "the model's own is used; remove it"),
 )
 """Fields that change answers of other servers and that kvtool does not support.
 
@@ -95,31 +56,15 @@ HARMLESS = frozenset(
     (
         # OpenAI
         *("user", "metadata", "safety_identifier", "prompt_cache_retention"),
-        # llama-server. The last two fields belong to two samplers that kvtool does not have. They do not
-        # matter, because a request that turns on one of these samplers is refused
-        *("n_cache_reuse", "timings_per_token", "sse_ping_interval"),
-        *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
-        *("dynatemp_exponent", "adaptive_decay"),
-        # vLLM
-        *("request_id", "cache_salt", "kv_transfer_params", "early_stopping"),
-        *("spaces_between_special_tokens", "add_special_tokens"),
-        # text-generation-webui and TGI
-        *("details", "smoothing_curve", "temperature_last", "truncation_length", "static_cache"),
-        *("prompt_lookup_num_tokens",),
-        # LM Studio, Ollama, OpenRouter
-        *("ttl", "draft_model", "keep_alive", "provider", "route", "models", "transforms", "usage"),
-        *("trace", "session_id", "debug"),
+        # llama-server, vLLM, LM Studio, Ollama, OpenRouter
+        *("timings_per_token", "request_id", "ttl", "keep_alive", "usage"),
         # Anthropic, Codex
-        *("context_management", "cache_control", "inference_geo", "client_metadata"),
+        *("context_management", "cache_control", "client_metadata"),
     )
 )
 """Fields of other servers that do not change the answer. They are ignored."""
 
 INERT = {
-    "id_slot": (-1,),
-    "length_penalty": (1,),
-    "prediction": (),
-    "priority": (0,),
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     # the policy decides which tokens of a long chat stay
@@ -130,18 +75,29 @@ INERT = {
 If a request has another value, the answer lists the field as ignored.
 """
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_ESCAPE = re.compile(
-    r"(\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]XX\\u[dD][c-fC-F]XX)|\\u[dD][89a-fA-F]XX".replace(
-        "XX", "[0-9a-fA-F]{2}"
-    )
-)
-"""Matches an escape in JSON. Group 1 is the escape, or None for a lone surrogate (half of a character)."""
+
+def loads(text: str, **how: Any) -> Any:
+    """Parse JSON with `json.loads(text, **how)`. Halves of characters (lone surrogates) become U+FFFD.
+
+    Strings with lone surrogates cannot be encoded. Raises ValueError, and RecursionError for deep nesting.
+    """
+    value = json.loads(text, **how)
+    # a text that can be encoded has lone surrogates only as escapes
+    if "\\u" in text:
+        written = json.dumps(value, ensure_ascii=False)
+        try:
+            written.encode()
+        except UnicodeEncodeError:
+            return json.loads(written.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return value
 
 
-def without_lone_surrogates(text: str) -> str:
-    """Replace lone surrogates in a JSON text by U+FFFD, because strings with them cannot be encoded."""
-    return _ESCAPE.sub(lambda match: match[1] or r"\ufffd", text) if _SURROGATE.search(text) else text
+def finite(text: str) -> float:
+    """Return the number of a text. Raises ValueError for NaN and infinity, which JSON does not have."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def parsed(data: bytes) -> Any:
@@ -149,17 +105,16 @@ def parsed(data: bytes) -> Any:
     # no other thread runs during `loads`, and with garbage collection it may take five times as long
     gc.disable()
     try:
-        text = without_lone_surrogates(data.decode("utf-8-sig"))
-        body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+        body = loads(data.decode("utf-8-sig"), parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8 at byte {error.start}") from None
-    except (json.JSONDecodeError, _NotJson) as error:
+    except json.JSONDecodeError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     except ValueError:
         # Python refuses to parse a number that has thousands of digits
-        raise ApiError("the body has a number of too many digits") from None
+        raise ApiError("the body has a number that is not finite or has too many digits") from None
     finally:
         gc.enable()
     _check_depth(body)
@@ -178,21 +133,6 @@ def _check_depth(body: object) -> None:
 
 def _too_deep() -> ApiError:
     return ApiError(f"the body is nested too deeply; the most are {MAX_DEPTH} levels")
-
-
-class _NotJson(ValueError):
-    """Raised for a number that JSON does not allow (NaN, Infinity), or that is too large."""
-
-
-def _not_json(name: str) -> NoReturn:
-    raise _NotJson(f"{name} is no JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise _NotJson("a number is too large")
-    return value
 
 
 class Fields:
@@ -227,7 +167,6 @@ class Fields:
         return default if value is None else value
 
     def whole(self, name: str, low: int, high: int) -> int | None:
-        """Return a whole number in low..high."""
         value = self.pop(name)
         return None if value is None else need_whole(value, name, low, high)
 

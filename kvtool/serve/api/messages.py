@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import kind_of, need, need_text, optional, shown, without_lone_surrogates, wrong
+from kvtool.serve.api.fields import kind_of, loads, need, need_text, optional, shown, wrong
 
 Message = dict[str, Any]
 
@@ -19,20 +18,27 @@ MAX_MESSAGES = 100_000
 """Maximum number of messages of a request."""
 
 
-def check(value: object) -> list[Message]:
+def listed(value: object) -> list[tuple[str, object]]:
+    """Return (path in the request, message) for each message of a request. Raises ApiError."""
+    given = need(value, list, "messages")
+    if not given:
+        raise ApiError.at("messages", "must have at least one message")
+    return [(f"messages[{i}]", each) for i, each in enumerate(given)]
+
+
+def check(given: Sequence[tuple[str, object]]) -> list[Message]:
     """Return the messages of a request in the form that templates expect. Raises ApiError.
 
     If a content is a list of parts, it becomes one text. The role "developer" becomes "system". System
     messages at the beginning are joined, because many templates accept only one. Calls and results without an
     id get an id. Results are sorted by the order of their calls, because many templates do not show ids.
+
+    given: pairs (path in the request, message).
     """
-    given = need(value, list, "messages")
-    if not given:
-        raise ApiError.at("messages", "must have at least one message")
     if len(given) > MAX_MESSAGES:
-        raise ApiError.at("messages", f"has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
-    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(given)]
-    _match_results(messages)
+        raise ApiError(f"the request has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
+    messages = [_message(each, where) for where, each in given]
+    _match_results(messages, [where for where, _ in given])
     n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
     if n > 1:
         content = "\n\n".join(each["content"] for each in messages[:n])
@@ -57,7 +63,7 @@ def _message(value: object, where: str) -> Message:
         right = ", ".join(_ROLES)
         raise ApiError.at(f"{where}.role", f"must be one of {right}, got {shown(role)}")
     message: Message = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(given.get("content"), f"{where}.content")
+    message["content"] = content_of(given.get("content"), f"{where}.content")
     if role == "assistant" and given.get("tool_calls"):
         message["tool_calls"] = _calls(given["tool_calls"], f"{where}.tool_calls")
     if role == "assistant" and (thought := _thought(given)):
@@ -78,35 +84,39 @@ def _thought(given: Message) -> str:
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def _match_results(messages: list[Message]) -> None:
+def _match_results(messages: list[Message], places: Sequence[str]) -> None:
     """Give ids to calls and results without an id, and sort results by the order of their calls.
 
-    Only results without other messages between them are sorted. Results that belong to no call keep their
-    places. Raises ApiError for a result without an id if no call waits for a result.
+    A result without an id belongs to the next call that waits for a result. Only results without other
+    messages between them are sorted. Results that belong to no call keep their places. Raises ApiError for a
+    result without an id if no call waits for a result.
+
+    places: path of each message in the request.
     """
-    calls: list[Message] = []
-    waiting = _Waiting(calls)
-    n = 0
+    n_call = 0
+    # for each id of the last reply's calls, the numbers of the calls that wait for a result
+    waiting: dict[str, deque[int]] = {}
+    ids = iter(list[str]())
     # indices of the latest results in `messages`, and for each of them the number of its call
     numbers: dict[int, int] = {}
     for i, message in enumerate(messages):
-        for call in message.get("tool_calls", ()):
-            n += 1
-            call["id"] = call["id"] or f"call_{n}"
-        if "tool_calls" in message:
-            calls = message["tool_calls"]
-            waiting = _Waiting(calls)
         if message["role"] != "tool":
             _sort(messages, numbers)
             numbers = {}
+            if "tool_calls" in message:
+                waiting = {}
+                for number, call in enumerate(message["tool_calls"]):
+                    n_call += 1
+                    call["id"] = call["id"] or f"call_{n_call}"
+                    waiting.setdefault(call["id"], deque()).append(number)
+                ids = iter([call["id"] for call in message["tool_calls"]])
             continue
-        id = message["tool_call_id"]
-        number = waiting.pop(id, message.get("name"))
-        if number is not None:
-            message["tool_call_id"] = calls[number]["id"]
-            numbers[i] = number
-        elif not id:
-            raise ApiError.at(f"messages[{i}].tool_call_id", "is missing, and no call waits for a result")
+        id = message["tool_call_id"] or next((id for id in ids if waiting[id]), None)
+        if not id:
+            raise ApiError.at(places[i], "is a result without an id, and no call waits for a result")
+        message["tool_call_id"] = id
+        if waiting.get(id):
+            numbers[i] = waiting[id].popleft()
     _sort(messages, numbers)
 
 
@@ -117,36 +127,8 @@ def _sort(messages: list[Message], numbers: Mapping[int, int]) -> None:
         messages[i] = message
 
 
-class _Waiting:
-    """The calls of a reply that wait for a result."""
-
-    def __init__(self, calls: list[Message]) -> None:
-        self._left = set(range(len(calls)))
-        # for each pair (id, name): numbers of the calls that it fits; None stands for any id or name
-        self._numbers: dict[tuple[str | None, str | None], deque[int]] = {}
-        for number, call in enumerate(calls):
-            for key in product((call["id"], None), (call["function"]["name"], None)):
-                self._numbers.setdefault(key, deque()).append(number)
-
-    def pop(self, id: str | None, name: str | None) -> int | None:
-        """Remove the call to which a result belongs, and return its number. Return None if there is no call.
-
-        The result belongs to the first call that has its id and its name. If no call has both, it belongs to
-        the first call that has its id.
-
-        id, name: id and name of the result; None fits every call.
-        """
-        for key in ((id, name), (id, None)):
-            numbers = self._numbers.get(key, deque())
-            while numbers:
-                number = numbers.popleft()
-                if number in self._left:
-                    self._left.remove(number)
-                    return number
-        return None
-
-
-def _content(value: object, where: str) -> str:
+def content_of(value: object, where: str) -> str:
+    """Return the text of a content, which is a text, a list of parts or null. Raises ApiError."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -167,20 +149,16 @@ def _content(value: object, where: str) -> str:
 def _calls(value: object, where: str) -> list[Message]:
     calls = []
     for i, each in enumerate(need(value, list, where)):
-        kind = "custom" if isinstance(each, dict) and each.get("type") == "custom" else "function"
-        at = f"{where}[{i}].{kind}"
-        given = need(each.get(kind) if isinstance(each, dict) else None, dict, at)
-        if kind == "custom":
-            # the input of a custom tool is a text; show it to the model as the only argument
-            given = {**given, "arguments": {"input": need_text(given, "input", at)}}
-        arguments = _arguments(given.get("arguments"), f"{at}.arguments")
+        at = f"{where}[{i}].function"
+        given = need(each.get("function") if isinstance(each, dict) else None, dict, at)
+        arguments = arguments_of(given.get("arguments"), f"{at}.arguments")
         function = {"name": need_text(given, "name", at), "arguments": arguments}
         calls.append({"id": _id(each, "id", f"{where}[{i}]"), "type": "function", "function": function})
     return calls
 
 
-def _arguments(value: object, where: str) -> str:
-    """Return the arguments of a call as JSON text. Clients may send JSON text or an object."""
+def arguments_of(value: object, where: str) -> str:
+    """Return the arguments of a call, which are an object or its JSON text, as JSON text. Raises ApiError."""
     if not isinstance(value, str | dict | None):
         raise wrong(where, "an object, or its JSON as a string", value)
     return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
@@ -197,6 +175,6 @@ def loaded(text: str) -> Any:
     Lone surrogates become U+FFFD.
     """
     try:
-        return json.loads(without_lone_surrogates(text))
+        return loads(text)
     except (ValueError, RecursionError):
         return text

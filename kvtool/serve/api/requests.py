@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from kvtool.config.generation import GenerationOptions
 from kvtool.errors import UsageError
 from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
 from kvtool.serve.api import messages, output_format, thinking
-from kvtool.serve.api.errors import ApiError, ClientPlaces
+from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need_whole, shown, wrong
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.thinking import ThinkingOptions
-from kvtool.serve.api.tools import Choice, check_choice, check_tools
+from kvtool.serve.api.tools import Choice, GivenTool, check_choice, check_tools, listed
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -51,10 +50,6 @@ class Defaults:
         Seed of the sampler. None for a new random seed for each answer.
     system
         System prompt for chats that have none.
-    model
-        The only model name that requests may have. None to accept all names.
-    keep_headers
-        True to keep the header that Claude Code puts before a system prompt.
     thinking
         Effort and budget of thoughts.
     """
@@ -63,8 +58,6 @@ class Defaults:
     n_max: int | None = 2048
     seed: int | None = None
     system: str | None = None
-    model: str | None = None
-    keep_headers: bool = False
     thinking: ThinkingOptions = field(default_factory=ThinkingOptions)
 
 
@@ -82,8 +75,6 @@ class Request:
         Seed of the sampler. None for a random seed.
     stop_tokens
         Tokens that end the answer. They are not part of the answer.
-    allowed
-        The only tokens that the answer may have. Empty to allow all tokens.
     ignores_end
         True to continue after the model's end token.
     logprobs
@@ -102,8 +93,6 @@ class Request:
         hold the token. 0 to report nothing.
     ignored
         Fields that have no effect, such as unknown ones. The answer lists them.
-    places
-        Translates places in errors to places in the client's request.
     """
 
     sampling: Sampling
@@ -111,7 +100,6 @@ class Request:
     n_max: int | None
     seed: int | None
     stop_tokens: tuple[int, ...]
-    allowed: tuple[int, ...]
     ignores_end: bool
     logprobs: int | None
     stream: bool
@@ -120,7 +108,6 @@ class Request:
     with_progress: bool
     n_share: int
     ignored: list[str]
-    places: ClientPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +127,8 @@ class ChatRequest(Request):
         Name of the chat, if the client names its chats.
     tools
         The tools that the model may call.
+    schema_places
+        Path of each tool's schema in the request, for errors.
     choice
         Whether the model may or must call tools.
     """
@@ -149,6 +138,7 @@ class ChatRequest(Request):
     thinking: ThinkingOptions
     name: str | None
     tools: list[dict[str, Any]]
+    schema_places: list[str]
     choice: Choice
 
     @property
@@ -179,52 +169,43 @@ class TextRequest(Request):
         return self.echo and self.logprobs is not None
 
 
-def check_chat(
-    body: object, defaults: Defaults, name: str | None = None, places: Mapping[str, str] | None = None
-) -> ChatRequest:
-    """Check a body of /v1/chat/completions. Raises ApiError.
+class GivenChat(NamedTuple):
+    """A request for the next reply of a chat, in the form that all APIs share. Most of it is not checked yet.
 
-    places: see `ClientPlaces.places`. Needed if the body was converted from a request to another API.
+    Attributes
+    ----------
+    messages
+        Pairs (path in the request, message).
+    tools
+        The tools that are functions.
+    fields
+        The other fields of the request, with the names of /v1/chat/completions.
+    output_format
+        The format in a field that only one API has.
     """
-    places = dict(places or {})
-    try:
-        return _check_chat(_without_custom_tools(body, places), defaults, name, places)
-    except ApiError as error:
-        raise ClientPlaces(places).in_error(error) from None
+
+    messages: list[tuple[str, object]]
+    tools: list[GivenTool]
+    fields: dict[str, Any]
+    output_format: OutputFormat | None = None
 
 
-def _without_custom_tools(body: object, places: dict[str, str]) -> object:
-    """Return a body in which custom tools are unknown fields, so that the answer lists them as ignored.
-
-    Calls of custom tools are texts, not JSON. places: the places of tools that get another index are added.
-    """
-    given = body.get("tools") if isinstance(body, dict) else None
-    if not (isinstance(body, dict) and isinstance(given, list)):
-        return body
-    tools: list[object] = []
-    custom: dict[str, object] = {}
-    for i, tool in enumerate(given):
-        where = f"tools[{i}]"
-        if isinstance(tool, dict) and tool.get("type") == "custom":
-            custom[where] = tool
-        else:
-            if custom:
-                places[f"tools[{len(tools)}]"] = where
-            tools.append(tool)
-    return {**body, "tools": tools, **custom}
-
-
-def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
+def as_chat(body: object) -> GivenChat:
+    """Return the chat in a body of /v1/chat/completions. Raises ApiError."""
     fields = Fields(body)
-    given = fields.pop("messages")
-    checked = messages.check(given)
-    if not defaults.keep_headers:
-        messages.drop_header(checked)
+    given = messages.listed(fields.pop("messages")), listed(fields.pop("tools"))
+    return GivenChat(*given, {name: fields.pop(name) for name in fields.left})
+
+
+def check_chat(given: GivenChat, defaults: Defaults, name: str | None = None) -> ChatRequest:
+    """Check a chat. Raises ApiError. name: name of the chat, if the client names its chats."""
+    fields = Fields(given.fields)
+    checked = messages.check(given.messages)
+    messages.drop_header(checked)
     if defaults.system and all(message["role"] != "system" for message in checked):
         checked.insert(0, {"role": "system", "content": defaults.system})
-    shift = len(given) - len(checked)
     begun = _begun(fields, checked)
-    tools = check_tools(fields.pop("tools"))
+    tools = check_tools(given.tools)
     choice = check_choice(fields.pop("tool_choice"), tools)
     choice = replace(choice, one_call=not fields.flag("parallel_tool_calls", True))
     if begun and choice.kind == "required":
@@ -235,7 +216,7 @@ def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapp
         raise ApiError.at("top_logprobs", "needs logprobs to be true")
     key = fields.text("prompt_cache_key")
     thinking_options = thinking.check(fields, defaults.thinking)
-    common = _common(fields, defaults)
+    common = _common(fields, defaults, given.output_format)
     if choice.kind == "required" and common["output_format"] and common["output_format"].kind == "schema":
         # as in OpenAI's API, a schema is for replies without calls
         common["output_format"] = None
@@ -245,9 +226,9 @@ def _check_chat(body: object, defaults: Defaults, name: str | None, places: Mapp
         thinking=thinking_options,
         name=name or key,
         tools=tools,
+        schema_places=[tool.schema_where for tool in given.tools],
         choice=choice,
         logprobs=(n_top or 0) if has_logprobs else None,
-        places=ClientPlaces(places, shift),
         **common,
     )
 
@@ -258,15 +239,13 @@ def _begun(fields: Fields, checked: list[Message]) -> str:
     Raises ApiError if the fields ask for a continuation but the last message cannot be continued, or if the
     fields contradict each other.
     """
-    # the second name is used by text-generation-webui
-    names = ("continue_final_message", "continue_")
-    given = [name for name in names if name in fields.left]
-    continues = all([fields.flag(name, True) for name in names])
+    name = "continue_final_message"
+    is_given, continues = name in fields.left, fields.flag(name, True)
     last = checked[-1]
     fits = last["role"] == "assistant" and "tool_calls" not in last and len(checked) > 1
-    if given and continues and not fits:
+    if is_given and continues and not fits:
         raise ApiError.at(
-            given[0], "needs a last message of the assistant, without calls, that follows another message"
+            name, "needs a last message of the assistant, without calls, that follows another message"
         )
     if not fields.flag("add_generation_prompt", True) and not (continues and fits):
         raise ApiError.at(
@@ -283,7 +262,6 @@ def check_text(body: object, defaults: Defaults) -> TextRequest:
         prompt=_prompt(fields.pop("prompt")),
         echo=fields.flag("echo"),
         logprobs=_logprobs(fields),
-        places=ClientPlaces({}),
         **_common(fields, defaults),
     )
 
@@ -307,22 +285,22 @@ def _prompt(value: object) -> str | list[int]:
     raise wrong("prompt", "a string", value)
 
 
-def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
-    """Return the fields of `Request` except `logprobs` and `places`. Raises ApiError."""
-    for name in ("n", "n_cmpl", "best_of"):
+def _common(fields: Fields, defaults: Defaults, given: OutputFormat | None = None) -> dict[str, Any]:
+    """Return the fields of `Request` except `logprobs`. Raises ApiError. given: see `GivenChat`."""
+    for name in ("n", "best_of"):
         if (fields.whole(name, 1, 2**31 - 1) or 1) > 1:
             raise ApiError.at(name, "must be 1: kvtool writes one answer a request")
-    check_model(fields.text("model"), defaults)
+    # any name means the model that is served
+    fields.text("model")
     stream_options = fields.mapping("stream_options") or {}
     stream = fields.flag("stream")
     common = {
         "sampling": _sampling(fields, defaults.sampling),
-        "output_format": output_format.check(fields),
+        "output_format": output_format.check(fields, given),
         "n_max": _n_max(fields, defaults.n_max),
         "seed": _seed(fields, defaults.seed),
         "stop_tokens": fields.tokens("stop_token_ids"),
-        "allowed": fields.tokens("allowed_token_ids"),
-        "ignores_end": any([fields.flag(name) for name in ("ignore_eos", "ban_eos_token")]),
+        "ignores_end": fields.flag("ignore_eos"),
         "stream": stream,
         "reuses": fields.flag("cache_prompt", True),
         "with_progress": fields.flag("return_progress") and stream,
@@ -338,20 +316,6 @@ def _n_max(fields: Fields, default: int | None) -> int | None:
     given = [fields.whole(name, -1, 2**31 - 1) for name in declared(GenerationOptions)["n"].request]
     n = next((n for n in given if n is not None), default)
     return None if n == -1 else n
-
-
-def check_model(name: str | None, defaults: Defaults) -> None:
-    """Raise ApiError if the server does not accept this model name.
-
-    If `defaults.model` is given, only this name, "default" and "kvtool" are accepted.
-    """
-    if name and defaults.model and name not in (defaults.model, "default", "kvtool"):
-        raise ApiError(
-            f"this server runs {defaults.model}, and not {shown(name)}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
 
 
 def _n_share(options: dict[str, Any] | None) -> int:

@@ -9,8 +9,11 @@ from typing import Any
 
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.fields import Fields, need, need_text, shown, wrong
-from kvtool.serve.api.messages import loaded
+from kvtool.serve.api.fields import Fields, need, need_text, optional, shown, wrong
+from kvtool.serve.api.messages import arguments_of, content_of
+from kvtool.serve.api.output_format import of_response_format
+from kvtool.serve.api.requests import GivenChat
+from kvtool.serve.api.tools import GivenTool
 from kvtool.serve.events import End
 
 _STORED = ("previous_response_id", "conversation")
@@ -32,30 +35,21 @@ _LOGPROBS = "message.output_text.logprobs"
 """With this item in "include", a request asks for log-probabilities."""
 
 
-def as_chat(body: object) -> tuple[Body, dict[str, str]]:
-    """Convert a body to a body of /v1/chat/completions. Raises ApiError.
-
-    Also returns a map from paths in the new body, such as "messages[1]", to paths in the request: see
-    `ClientPlaces.places`. Fields that have the same meaning in both APIs are copied.
-    """
+def as_chat(body: object) -> GivenChat:
+    """Convert a body to a chat. Copy fields that have the same meaning in both APIs. Raises ApiError."""
     fields = Fields(body)
     fields.refuse(_STORED, "send the whole chat instead")
     fields.refuse(_REFUSED)
-    places: dict[str, str] = {}
-    messages, ignored = _messages(fields, places)
-    chat: Body = {"messages": messages} | ignored
-    if (n := fields.pop("max_output_tokens")) is not None:
-        chat["max_completion_tokens"], places["max_completion_tokens"] = n, "max_output_tokens"
-    if tools := fields.pop("tools"):
-        chat["tools"] = _tools(tools, places)
-        # pass these tools on as unknown fields, so that the answer lists them as ignored
-        chat |= {place: tool for place, _, tool in _listed(tools) if not _is_function(tool)}
+    messages, chat = _messages(fields)
+    if (n := fields.whole("max_output_tokens", -1, 2**31 - 1)) is not None:
+        chat["max_completion_tokens"] = n
+    tools = [*_listed(fields.pop("tools") or [])]
+    # pass tools without a function on as unknown fields, so that the answer lists them as ignored
+    chat |= {where: tool for where, _, tool in tools if not _is_function(tool)}
     if (choice := fields.pop("tool_choice")) is not None:
-        chat["tool_choice"], places["tool_choice.function"] = _tool_choice(choice), "tool_choice"
+        chat["tool_choice"] = _tool_choice(choice)
     text = fields.mapping("text") or {}
-    if response_format := _response_format(text.get("format")):
-        chat["response_format"] = response_format
-        places["response_format.json_schema"] = places["response_format"] = "text.format"
+    given_format = optional(text.get("format"), dict, "text.format")
     if text.get("verbosity") not in (None, "medium"):
         # kvtool does not support this; pass it on as an unknown field, so that the answer lists it as ignored
         chat["text.verbosity"] = text["verbosity"]
@@ -64,30 +58,30 @@ def as_chat(body: object) -> tuple[Body, dict[str, str]]:
         chat |= {"logprobs": True, "top_logprobs": top}
     # do not continue the last item: in this API, a last item of the assistant is complete
     copied = {"continue_final_message": False} | {name: fields.pop(name) for name in fields.left}
-    return copied | chat, places
+    output_format = of_response_format(given_format, "text.format", is_flat=True)
+    functions = [_function(*each) for each in tools if _is_function(each[2])]
+    return GivenChat([*messages], functions, copied | chat, output_format)
 
 
-def _messages(fields: Fields, places: dict[str, str]) -> tuple[list[Body], Body]:
-    """Convert the instructions and the input to messages of a chat.
+def _messages(fields: Fields) -> tuple[list[tuple[str, Body]], Body]:
+    """Convert the instructions and the input to messages of a chat: pairs (path in the request, message).
 
-    Also return the items that are left out, by their places in the request.
+    Also return the items that are left out, by their paths.
     """
     asked, instructions = fields.pop("input"), fields.text("instructions")
-    messages: list[Body] = []
+    messages: list[tuple[str, Body]] = []
     ignored: Body = {}
     if instructions:
-        places["messages[0].content"] = places["messages[0]"] = "instructions"
-        messages.append({"role": "system", "content": instructions})
+        messages.append(("instructions", {"role": "system", "content": instructions}))
     if isinstance(asked, str):
-        places[f"messages[{len(messages)}].content"] = places[f"messages[{len(messages)}]"] = "input"
-        messages.append({"role": "user", "content": asked})
+        messages.append(("input", {"role": "user", "content": asked}))
     elif isinstance(asked, list):
         for i, item in enumerate(asked):
             if isinstance(item, dict) and item.get("type") in _HOSTED_ITEMS:
                 # pass it on as an unknown field, so that the answer lists it as ignored
                 ignored[f"input[{i}]"] = item
             else:
-                _add_item(messages, places, item, f"input[{i}]")
+                _add_item(messages, item, f"input[{i}]")
         # leave out a thought at the end, because it has no reply
         _pop_thought(messages)
     else:
@@ -97,43 +91,46 @@ def _messages(fields: Fields, places: dict[str, str]) -> tuple[list[Body], Body]
     return messages, ignored
 
 
-def _add_item(messages: list[Body], places: dict[str, str], item: object, where: str) -> None:
-    """Add an item of the input to the messages."""
+def _add_item(messages: list[tuple[str, Body]], item: object, where: str) -> None:
+    """Add an item of the input to the messages. Raises ApiError."""
     item = need(item, dict, where)
     # join the thought, the text and the calls of a reply, which are separate items, into one message
     thought = _pop_thought(messages)
-    kind, at = item.get("type", "message"), f"messages[{len(messages)}]"
+    kind = item.get("type", "message")
     if kind == "message":
         before = thought if item.get("role") == "assistant" else {}
-        messages.append(before | {name: item[name] for name in ("role", "content") if name in item})
-        places[at] = where
+        message = before | {name: item[name] for name in ("role", "content") if name in item}
+        messages.append((where, message))
     elif kind == "reasoning":
         text = "".join([thought.get("reasoning_content", ""), _thought(item)])
-        messages.append({"role": "assistant", "reasoning_content": text})
+        messages.append((where, {"role": "assistant", "reasoning_content": text}))
     elif kind in ("function_call", "custom_tool_call"):
-        name = _full_name(item.get("namespace"), item.get("name"))
-        is_custom = kind == "custom_tool_call"
-        # the input of a custom tool is a text; show it to the model as the only argument
-        arguments = {"input": need_text(item, "input", where)} if is_custom else item.get("arguments")
-        function = {"name": name, "arguments": arguments}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if not (messages and messages[-1].get("role") == "assistant"):
-            messages.append({"role": "assistant", "content": None} | thought)
-        calls = messages[-1].setdefault("tool_calls", [])
-        at = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
-        calls.append(call)
-        places |= {f"{at}.id": f"{where}.call_id", f"{at}.function": where, at: where}
+        if kind == "custom_tool_call":
+            # the input of a custom tool is a text; show it to the model as the only argument
+            arguments = arguments_of({"input": need_text(item, "input", where)}, where)
+        else:
+            arguments = arguments_of(item.get("arguments"), f"{where}.arguments")
+        name = _full_name(item.get("namespace"), need_text(item, "name", where))
+        id = optional(item.get("call_id"), str, f"{where}.call_id")
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        if not (messages and messages[-1][1].get("role") == "assistant"):
+            messages.append((where, {"role": "assistant", "content": None} | thought))
+        messages[-1][1].setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        places |= {f"{at}.tool_call_id": f"{where}.call_id", f"{at}.content": f"{where}.output", at: where}
+        if item.get("output") is None:
+            raise ApiError.at(f"{where}.output", "is missing")
+        content = content_of(item["output"], f"{where}.output")
+        id = optional(item.get("call_id"), str, f"{where}.call_id")
+        messages.append((where, {"role": "tool", "tool_call_id": id, "content": content}))
     else:
         kinds = "message, function_call, function_call_output or reasoning"
         raise ApiError.at(f"{where}.type", f"must be {kinds}, got {shown(kind)}", "unsupported_content")
 
 
-def _pop_thought(messages: list[Body]) -> Body:
+def _pop_thought(messages: list[tuple[str, Body]]) -> Body:
     """If the last message is a thought without a reply, remove it and return it. Otherwise return {}."""
-    return messages.pop() if messages and messages[-1].keys() == {"role", "reasoning_content"} else {}
+    is_thought = messages and messages[-1][1].keys() == {"role", "reasoning_content"}
+    return messages.pop()[1] if is_thought else {}
 
 
 def _thought(item: Body) -> str:
@@ -143,20 +140,11 @@ def _thought(item: Body) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _tools(value: object, places: dict[str, str]) -> object:
-    """Convert tools to tools of a chat, in which the fields of a function are one level deeper."""
-    tools: list[object] = []
-    for where, group, tool in _listed(value):
-        if not _is_function(tool):
-            continue
-        at = f"tools[{len(tools)}]"
-        places |= {f"{at}.function": where, at: where}
-        if isinstance(tool, dict):
-            function = {name: tool[name] for name in ("description", "parameters", "strict") if name in tool}
-            function["name"] = _full_name(group, tool.get("name"))
-            tool = {"type": "function", "function": function}
-        tools.append(tool)
-    return tools
+def _function(where: str, group: str | None, tool: object) -> GivenTool:
+    """Convert a tool of which `_is_function` is true. Raises ApiError. See `_listed` for the arguments."""
+    function = {**need(tool, dict, where)}
+    function["name"] = _full_name(group, function.get("name"))
+    return GivenTool(where, f"{where}.parameters", function)
 
 
 def _listed(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
@@ -188,21 +176,14 @@ def _full_name(group: object, name: object) -> object:
 
 
 def _tool_choice(choice: Any) -> object:
-    """Convert a tool_choice to that of chat completions, where {"function": {...}} encloses the name."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        name = _full_name(choice.get("namespace"), choice["name"])
-        return {"type": "function", "function": {"name": name}}
+    """Return a tool_choice with the full name of the function."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "name": _full_name(choice.get("namespace"), choice.get("name"))}
     return choice
 
 
 def _status(end: End) -> str:
     return "incomplete" if end["finish"] == "length" else "completed"
-
-
-def _response_format(given: Any) -> Any:
-    """Convert text.format to the response_format of a chat, in which a schema is one level deeper."""
-    is_schema = isinstance(given, dict) and given.get("type") == "json_schema"
-    return {"type": "json_schema", "json_schema": given} if is_schema else given
 
 
 class ResponseBodies(AnswerBodies):
@@ -331,9 +312,7 @@ class ResponseBodies(AnswerBodies):
     def _call_item(self, call: Body) -> Body:
         function = call["function"]
         name = self._namespaced.get(function["name"], {"name": function["name"]})
-        # a limit may have cut the arguments, which are then no JSON
-        status = "completed" if isinstance(loaded(function["arguments"]), dict) else "incomplete"
-        item = {"id": _id("fc"), "type": "function_call", "status": status, "call_id": call["id"]}
+        item = {"id": _id("fc"), "type": "function_call", "status": "completed", "call_id": call["id"]}
         return {**item, **name, "arguments": function["arguments"]}
 
     def _response(self, end: End) -> Body:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import need, optional
@@ -32,41 +32,75 @@ class Choice:
     one_call: bool = False
 
 
-def check_tools(value: object) -> list[dict[str, Any]]:
-    """Return the tools of a request without unknown fields. null means that there are no tools.
+class GivenTool(NamedTuple):
+    """A tool of a request.
+
+    Attributes
+    ----------
+    where
+        Path of the function in the request, such as "tools[0].function".
+    schema_where
+        Path of the schema of the function's parameters.
+    function
+        The function, with OpenAI's names of fields. Its fields are not checked yet.
+    is_deferred
+        True if the prompt does not list the tool.
+    """
+
+    where: str
+    schema_where: str
+    function: Mapping[str, Any]
+    is_deferred: bool = False
+
+
+def listed(value: object) -> list[GivenTool]:
+    """Return the tools of a request to /v1/chat/completions. null means that there are no tools.
+
+    Raises ApiError.
+    """
+    given = []
+    for n, each in enumerate(optional(value, list, "tools") or []):
+        where, at = f"tools[{n}]", f"tools[{n}].function"
+        tool = need(each, dict, where)
+        kind = tool.get("type")
+        if kind != "function":
+            raise ApiError.at(
+                f"{where}.type", f"must be 'function'{_got(kind)}; other kinds of tools are not supported"
+            )
+        is_deferred = optional(tool.get("defer_loading"), bool, f"{where}.defer_loading")
+        function = need(tool.get("function"), dict, at)
+        given.append(GivenTool(at, f"{at}.parameters", function, bool(is_deferred)))
+    return given
+
+
+def check_tools(given: Sequence[GivenTool]) -> list[dict[str, Any]]:
+    """Return the tools of a request without unknown fields.
 
     Each returned function has "name" and "parameters", as templates expect. "defer_loading" is kept if it is
     true. Raises ApiError.
     """
-    tools = [_tool(each, f"tools[{n}]") for n, each in enumerate(optional(value, list, "tools") or [])]
+    tools = [_tool(each) for each in given]
     names = set()
-    for n, tool in enumerate(tools):
+    for each, tool in zip(given, tools, strict=True):
         name = tool["function"]["name"]
         if name in names:
-            raise ApiError.at(f"tools[{n}].function.name", f"must be unique; there are two tools {name!r}")
+            raise ApiError.at(f"{each.where}.name", f"must be unique; there are two tools {name!r}")
         names.add(name)
     return tools
 
 
-def _tool(value: object, where: str) -> dict[str, Any]:
-    tool = need(value, dict, where)
-    kind, at = tool.get("type"), f"{where}.function"
-    if kind != "function":
-        raise ApiError.at(
-            f"{where}.type", f"must be 'function'{_got(kind)}; other kinds of tools are not supported"
-        )
-    given = need(tool.get("function"), dict, at)
-    name = given.get("name")
+def _tool(given: GivenTool) -> dict[str, Any]:
+    where, schema_where, values, is_deferred = given
+    name = values.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ApiError.at(f"{at}.name", f"must be 1 to 128 letters, digits, '_' or '-'{_got(name)}")
+        raise ApiError.at(f"{where}.name", f"must be 1 to 128 letters, digits, '_' or '-'{_got(name)}")
     function = {
         "name": name,
-        "description": optional(given.get("description"), str, f"{at}.description"),
-        "parameters": _parameters(given.get("parameters"), f"{at}.parameters"),
-        "strict": optional(given.get("strict"), bool, f"{at}.strict"),
+        "description": optional(values.get("description"), str, f"{where}.description"),
+        "parameters": _parameters(values.get("parameters"), schema_where),
+        "strict": optional(values.get("strict"), bool, f"{where}.strict"),
     }
     function = {key: part for key, part in function.items() if part is not None}
-    is_deferred = optional(tool.get("defer_loading"), bool, f"{where}.defer_loading")
     return {"type": "function", "function": function} | ({"defer_loading": True} if is_deferred else {})
 
 
@@ -113,12 +147,14 @@ def _named(value: dict[str, Any], names: list[str]) -> str:
         raise ApiError.at(
             "tool_choice.type", f"must be 'function'{_got(kind)}; other kinds are not supported"
         )
-    function = value.get("function")
+    # responses and messages have the name in tool_choice itself
+    where = "tool_choice.name" if "name" in value else "tool_choice.function.name"
+    function = value if "name" in value else value.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise ApiError.at("tool_choice.function.name", "must be the name of a tool")
+        raise ApiError.at(where, "must be the name of a tool")
     if name not in names:
-        raise ApiError.at("tool_choice.function.name", f"must be the name of a tool in tools, got {name!r}")
+        raise ApiError.at(where, f"must be the name of a tool in tools, got {name!r}")
     return name
 
 

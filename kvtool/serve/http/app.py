@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,14 +15,14 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.anthropic import AnthropicBodies
 from kvtool.serve.api.completions import AnswerBodies, Body, CompletionBodies
 from kvtool.serve.api.errors import ApiError, internal_error
 from kvtool.serve.api.fields import Fields, wrong
-from kvtool.serve.api.requests import ChatRequest, Defaults, Request
+from kvtool.serve.api.requests import ChatRequest, Defaults, GivenChat, Request
 from kvtool.serve.api.responses import ResponseBodies
 from kvtool.serve.events import End, Event
 from kvtool.serve.http import gate, metrics, page
@@ -144,7 +144,6 @@ def make(site: Site) -> Starlette:
         route("/v1/responses/input_tokens", _count_response, "POST"),
         route("/v1/messages", _messages, "POST"),
         route("/v1/messages/count_tokens", _count_message, "POST"),
-        route("/v1/embeddings", _embeddings, "POST"),
         route("/v1/models", _models),
         route("/v1/models/{name:path}", _model),
         route("/props", _props),
@@ -157,7 +156,7 @@ def make(site: Site) -> Starlette:
     ]
     if site.has_metrics:
         routes.append(route("/metrics", _metrics))
-    middleware = [gate.cors(site.limits), Middleware(_without_slash)]
+    middleware = [gate.cors(site.limits)]
     if site.log:
         middleware.insert(0, Middleware(AccessLog, say=site.log))
     handlers = {404: _no_route, 405: _no_route, Exception: _internal_error}
@@ -167,20 +166,13 @@ def make(site: Site) -> Starlette:
     return app
 
 
-def _without_slash(app: ASGIApp) -> ASGIApp:
-    """Return an application that removes slashes from the end of each path."""
-
-    async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
-
-    return called
-
-
 # answers
 
 
 async def _chat_completions(site: Site, http: HttpRequest) -> Response:
-    request = await gate.checked(site.limits, http, lambda body: _chat_request(site, http, body))
+    request = await gate.checked(
+        site.limits, http, lambda body: _chat_request(site, http, requests.as_chat(body))
+    )
     bodies = CompletionBodies("chat", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
@@ -193,7 +185,7 @@ async def _completions(site: Site, http: HttpRequest) -> Response:
 
 async def _responses(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
-        request = _chat_request(site, http, *responses.as_chat(body))
+        request = _chat_request(site, http, responses.as_chat(body))
         return request, ResponseBodies(site.model, site.policy, body)
 
     return await _answer(site, http, *await gate.checked(site.limits, http, check))
@@ -201,7 +193,7 @@ async def _responses(site: Site, http: HttpRequest) -> Response:
 
 async def _messages(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> tuple[ChatRequest, AnswerBodies]:
-        request = _chat_request(site, http, *anthropic.as_chat(body))
+        request = _chat_request(site, http, anthropic.as_chat(body))
         return request, AnthropicBodies(site.model, site.policy, body, http.state.id)
 
     return await _answer(site, http, *await gate.checked(site.limits, http, check))
@@ -209,7 +201,7 @@ async def _messages(site: Site, http: HttpRequest) -> Response:
 
 async def _count_response(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> ChatRequest:
-        return _chat_request(site, http, *responses.as_chat(body))
+        return _chat_request(site, http, responses.as_chat(body))
 
     n = await _counted(site, http, await gate.checked(site.limits, http, check))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
@@ -217,7 +209,7 @@ async def _count_response(site: Site, http: HttpRequest) -> Response:
 
 async def _count_message(site: Site, http: HttpRequest) -> Response:
     def check(body: Any) -> ChatRequest:
-        return _chat_request(site, http, *anthropic.as_chat(body, is_counted=True))
+        return _chat_request(site, http, anthropic.as_chat(body, is_counted=True))
 
     n = await _counted(site, http, await gate.checked(site.limits, http, check))
     return JSONResponse({"input_tokens": n})
@@ -226,25 +218,12 @@ async def _count_message(site: Site, http: HttpRequest) -> Response:
 async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
     """Return the number of tokens of a chat's prompt. Raises ApiError."""
     assert site.count
-    try:
-        # use another thread, because rendering a chat takes time
-        return await _unless_gone(http, site.threads.run(site.count, request))
-    except ApiError as error:
-        raise request.places.in_error(error) from None
+    # use another thread, because rendering a chat takes time
+    return await _unless_gone(http, site.threads.run(site.count, request))
 
 
-async def _embeddings(site: Site, http: HttpRequest) -> Response:
-    raise ApiError(
-        "a model that writes text gives no useful embeddings; serve an embedding model elsewhere",
-        status=404,
-        code="unsupported_endpoint",
-    )
-
-
-def _chat_request(
-    site: Site, http: HttpRequest, body: object, places: Mapping[str, str] | None = None
-) -> ChatRequest:
-    return requests.check_chat(body, site.defaults, http.headers.get("x-session-id"), places)
+def _chat_request(site: Site, http: HttpRequest, given: GivenChat) -> ChatRequest:
+    return requests.check_chat(given, site.defaults, http.headers.get("x-session-id"))
 
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnswerBodies) -> Response:
@@ -362,7 +341,6 @@ async def _models(site: Site, http: HttpRequest) -> Response:
 
 
 async def _model(site: Site, http: HttpRequest) -> Response:
-    requests.check_model(http.path_params["name"], site.defaults)
     return JSONResponse(_model_body(site))
 
 
@@ -398,26 +376,10 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
         raise wrong("content", "a string", content)
     adds_special = fields.flag("add_special") or fields.flag("add_special_tokens")
     parses_special = fields.flag("parse_special", True)
-    with_pieces = fields.flag("with_pieces")
-
-    def tokens() -> list[Any]:
-        assert site.tokenize
-        assert site.detokenize
-        plain = site.tokenize(content, adds_special, parses_special)
-        if not with_pieces:
-            return plain
-        return [{"id": each, "piece": _piece(site.detokenize([each]))} for each in plain]
-
+    assert site.tokenize
     # use other threads here and below, because long texts take time
-    return JSONResponse({"tokens": await _unless_gone(http, site.threads.run(tokens))})
-
-
-def _piece(data: bytes) -> str | list[int]:
-    """Return the text of a token. If it is not UTF-8, return a list of its bytes, as llama-server does."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)
+    work = site.threads.run(site.tokenize, content, adds_special, parses_special)
+    return JSONResponse({"tokens": await _unless_gone(http, work)})
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:

@@ -100,8 +100,6 @@ class Resumer:
         Renders chats until `use` sets another rendering.
     meta
         See `Slot`.
-    pins
-        True to pin the system prompt and the tools of a chat.
 
     Attributes
     ----------
@@ -117,14 +115,14 @@ class Resumer:
         rendering: Rendering,
         chats: ChatStore,
         meta: Callable[[Conversation], session.Meta],
-        pins: bool,
     ) -> None:
         self.conversation = conversation
         self.rendering = rendering
         self.chats = chats
         self._meta = meta
-        self._pins = pins
         self._engine = conversation.writer.engine
+        # an archive keeps the system prompt and the tools of a chat, so they need no pins
+        self._pins = not self._engine.policy.recall
         # the stored chat that the engine's chat continues
         self._continued: StoredChat | None = None
         # the stored chat whose stream the engine holds
@@ -300,11 +298,10 @@ class Resumer:
 
     def read_system_prompt(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Read the system prompt and the tools of a new chat, and store them. Return the unread tokens."""
-        # If the cache can be rewound to any token, do not store the system prompt: a later chat with the
-        # same system prompt can continue from this chat. But store pinned tokens, because pins cannot change
-        # after an eviction
-        pins = self._engine.n_pinned if self._engine.policy.recall else 0
-        n = n_before_checkpoint(self._engine, pins if self._engine.rewinds_anywhere else self._n_system)
+        if self._engine.rewinds_anywhere:
+            # a later chat with the same system prompt can continue from this chat
+            return tokens
+        n = n_before_checkpoint(self._engine, self._n_system)
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
         if n < min_start(self._engine) or not is_new or self._engine.reads_whole(len(tokens)):
             return tokens
@@ -313,7 +310,7 @@ class Resumer:
         self._engine.checkpoints.take()
         # If a checkpoint is a copy of the whole cache, also store the system prompt as a chat. The engine
         # has room for only a few such checkpoints, so a long chat may drop the checkpoint that was just made
-        if pins or self._engine.checkpoints.are_whole or not self._engine.can_rewind:
+        if self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
             self._store(None, history.digests[1])
         return tokens[n:]

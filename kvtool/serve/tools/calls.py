@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from kvtool.chats.stops import n_begun
 from kvtool.serve.tools import formats
-from kvtool.serve.tools.formats import HERMES, Format
+from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.values import (
     NoCall,
+    arguments_in_json,
     calls_in_json,
     calls_in_python,
     dumped,
-    first_object,
     json_of_marked,
     typed,
 )
@@ -65,7 +65,7 @@ class Parser:
         Tools that the model may call. The result of `check_tools`.
     rules
         "call" if a grammar forces the model to write a call. "or" if a grammar allows a call or an answer. ""
-        if there is no grammar. With a grammar, an incomplete call does not count as text: see `end`.
+        if there is no grammar. With a grammar, an incomplete call is left out instead of counting as text.
     one_call
         True to end the reply after its first call.
 
@@ -100,8 +100,6 @@ class Parser:
             self._bare_reader = _json if format is formats.LLAMA else _nothing_else
             self._readers |= {"```json": _wrapped("```"), "<tools>": _wrapped("</tools>")}
         self._rest = ""
-        # text of the call that was left out because it is incomplete
-        self._incomplete = ""
         # white space before a tag; it belongs to the call, or to the text if there is no call
         self._space = ""
         self._source: _GrowingText | None = None
@@ -120,30 +118,9 @@ class Parser:
             self._rest += piece
         yield from self._parts(False)
 
-    def end(self, *, is_cut: bool = False) -> Iterator[TextOrCall]:
-        """End the reply, and yield the text or the calls that were held back.
-
-        With `rules`, an incomplete call is left out. But if a limit has cut the reply, and the arguments of
-        the call have begun, the call is yielded with this part of its arguments, as in OpenAI's API.
-
-        is_cut: True if a limit has cut the reply.
-        """
+    def end(self) -> Iterator[TextOrCall]:
+        """End the reply, and yield the text or the calls that were held back."""
         yield from self._parts(True)
-        if is_cut:
-            yield from self._numbered(self._begun_call(self._incomplete))
-
-    def _begun_call(self, text: str) -> Calls:
-        """Return the call that begins a text, with the arguments as far as the text has them.
-
-        The list is empty if the arguments have not begun, or if the format does not write them as JSON.
-        """
-        for format in (self._format, HERMES):
-            if format.parameters is None:
-                before, _, arguments = text.partition(format.middle)
-                name = before.rpartition(format.start)[2]
-                if arguments and name in self._tools:
-                    return [(name, first_object(arguments))]
-        return []
 
     def _parts(self, has_ended: bool) -> Iterator[TextOrCall]:
         while True:
@@ -167,7 +144,7 @@ class Parser:
                 self._follows_call = self._is_start = True
             except NoCall:
                 if has_ended and self._rules:
-                    self._leave_out(source.text)
+                    self._leave_out()
                     return
                 yield self._space + self._tag
                 self._rest = source.text[len(self._tag) :]
@@ -203,15 +180,15 @@ class Parser:
         else:
             n_held = max(n_begun(text, tag) for tag in self._readers)
             if has_ended and self._rules and n_held and n_held == len(bare):
-                self._leave_out(text)
+                self._leave_out()
                 return
             before = text if has_ended else text[: len(text) - n_held].rstrip()
             self._rest = text[len(before) :]
         if before:
             yield before
 
-    def _leave_out(self, text: str) -> None:
-        self._source, self._rest, self._incomplete, self.has_left_out = None, "", text, True
+    def _leave_out(self) -> None:
+        self._source, self._rest, self.has_left_out = None, "", True
 
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
@@ -282,7 +259,6 @@ class _GrowingText:
         return (yield from self.expect(*options))
 
     def name(self, tools: Tools) -> _Text:
-        """Read the name of a tool."""
         while True:
             after = _AFTER_NAME.search(self.text, self.at)
             if after or self.has_ended:
@@ -472,7 +448,7 @@ def _mistral(source: _GrowingText, tools: Tools) -> _Read:
     name = yield from source.name(tools)
     if (yield from source.expect("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         yield from source.until("[ARGS]")
-    return calls_in_json(f'{{"name": "{name}", "arguments": {(yield from source.json())}}}', tools)
+    return [(name, arguments_in_json((yield from source.json())))]
 
 
 def _python(source: _GrowingText, tools: Tools) -> _Read:
@@ -490,7 +466,7 @@ def _gemma(source: _GrowingText, tools: Tools) -> _Read:
     while arguments.count(mark) % 2 and not (source.has_ended and source.at == len(source.text)):
         # the number of marks is odd, so this end tag is inside a string: read up to the next end tag
         arguments += end + (yield from source.until(end))
-    return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(arguments, mark)}}}', tools)
+    return [(name, arguments_in_json(json_of_marked(arguments, mark)))]
 
 
 def _harmony(source: _GrowingText, tools: Tools) -> _Read:
@@ -515,9 +491,9 @@ def _harmony(source: _GrowingText, tools: Tools) -> _Read:
         name = _AFTER_NAME.split(recipient, 1)[0]
     if not name:
         return []
-    call = f'{{"name": "{name}", "arguments": {(yield from source.json())}}}'
+    arguments = arguments_in_json((yield from source.json()))
     yield from source.accept("<|call|>")
-    return calls_in_json(call, tools)
+    return [(name, arguments)] if name in tools else _no_call()
 
 
 _RECIPIENT = "to=functions."

@@ -53,6 +53,8 @@ class CallRules:
         The format in which the model writes calls.
     plain
         Text that begins an answer, for a format whose calls take its place; see `Format.end_token`.
+    places
+        Path of each tool's schema in the request, for errors and remarks.
 
     Attributes
     ----------
@@ -60,8 +62,10 @@ class CallRules:
         Remarks on keywords of the tools' schemas that are not enforced.
     """
 
-    def __init__(self, vocabulary: Vocabulary, format: Format, plain: str = "") -> None:
-        self._format, self._plain = format, plain
+    def __init__(
+        self, vocabulary: Vocabulary, format: Format, plain: str = "", places: Sequence[str] = ()
+    ) -> None:
+        self._format, self._plain, self._places = format, plain, places
         ids = {tag: vocabulary.tokens_of(tag.encode()) for tag in (*HERMES.tags, *format.tags)}
         self._control = {
             tag: tokens[0]
@@ -87,7 +91,8 @@ class CallRules:
         """
         for n, tool in enumerate(tools):
             if name in (None, tool["function"]["name"]):
-                self._add_call(f"t{n}", tool["function"], f"tools[{n}].function.parameters")
+                where = self._places[n] if self._places else f"tools[{n}].function.parameters"
+                self._add_call(f"t{n}", tool["function"], where)
         texts = [self._of_format(format, calls) for format, calls in self._calls.items()]
         return Rules(" | ".join(texts), tuple(self._rules))
 
@@ -153,7 +158,6 @@ class CallRules:
         self._calls.setdefault(format, []).append(name)
 
     def _add(self, name: str, expression: str) -> str:
-        """Add a rule, and return its name."""
         self._rules.append(f"{name}: {expression}")
         return name.partition("[")[0]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from math import isfinite
 from typing import Any
 
 from kvtool.llama.grammar.json_pointer import at_pointer
+from kvtool.serve.api.fields import finite
 
 
 class NoCall(Exception):
@@ -29,28 +29,49 @@ def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) 
     """Return the calls in the JSON text of one call, or of a list of calls. Raises NoCall.
 
     A call is an object. Its name is in "name", "tool_name" or "function". Its arguments are in "arguments" or
-    "parameters". They may be an object, the JSON text of an object, or missing. The text of the arguments is
-    not changed. The object may have double braces, because the template of some files of Qwen 2.5 shows them.
+    "parameters". They may be an object, the JSON text of an object, or missing. A single call may have double
+    braces, because the template of some files of Qwen 2.5 shows them.
 
     strictly: True if the name must be in "name", and the arguments must be an object in "arguments".
     """
-    calls = []
+    if text.startswith("{{") and text.endswith("}}"):
+        text = text[1:-1]
     try:
-        source = _Source(text)
-        is_list = source.accept("[")
-        while not (is_list and source.accept("]")):
-            members = _members(source)
-            if strictly and not ("name" in members and members.get("arguments", "").startswith("{")):
-                raise ValueError
-            calls.append(_call(members, names))
-            if not is_list:
-                return calls
-            source.accept(",")
-    except (ValueError, LookupError, RecursionError) as error:
+        value = _JSON.decode(text)
+        calls = [_call(each, names, strictly) for each in (value if isinstance(value, list) else [value])]
+    except (ValueError, RecursionError) as error:
         raise NoCall from error
     if not calls:
         raise NoCall
     return calls
+
+
+def _call(value: object, names: Collection[str], strictly: bool) -> tuple[str, str]:
+    if not isinstance(value, dict):
+        raise ValueError
+    name = next((value[key] for key in ("name", "tool_name", "function") if key in value), None)
+    arguments = value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or name not in names:
+        raise ValueError
+    if strictly and not ("name" in value and isinstance(value.get("arguments"), dict)):
+        raise ValueError
+    if isinstance(arguments, str):
+        arguments = _JSON.decode(arguments.strip() or "{}")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError
+    return name, dumped(arguments)
+
+
+def arguments_in_json(text: str) -> str:
+    """Return the arguments of a call: the JSON text of an object. Raises NoCall."""
+    try:
+        arguments = _JSON.decode(text)
+        if isinstance(arguments, dict):
+            return dumped(arguments)
+    except (ValueError, RecursionError) as error:
+        raise NoCall from error
+    raise NoCall
 
 
 def json_of_marked(text: str, mark: str) -> str:
@@ -70,17 +91,8 @@ def _as_json(match: re.Match[str]) -> str:
     return dumped(_WORDS[word]) if word else f"{before}{dumped(name)}:" if name else match[0]
 
 
-def _finite(text: str) -> float:
-    """Return the number of a text. Raises ValueError for NaN and infinity, which JSON does not have."""
-    value = float(text)
-    if not isfinite(value):
-        raise ValueError
-    return value
-
-
 # strict is False, because models write line breaks in strings
-_LOOSE = json.JSONDecoder(strict=False, parse_constant=_finite, parse_float=_finite)
-_STRICT = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+_JSON = json.JSONDecoder(strict=False, parse_constant=finite, parse_float=finite)
 
 _WORD = re.compile(r"[^\s()\[\]{},:='\"]+")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -134,62 +146,11 @@ class _Source:
         self.skip_to(match.end())
         return match[0]
 
-    def json(self) -> tuple[Any, str]:
-        """Read a JSON value. Returns the value and its text."""
-        value, end = _LOOSE.raw_decode(self.text, self.at)
-        text = self.text[self.at : end]
-        self.skip_to(end)
-        return value, text
-
 
 def _past_space(text: str, at: int) -> int:
     while text[at : at + 1].isspace():
         at += 1
     return at
-
-
-def first_object(text: str) -> str:
-    """Return the JSON object with which a text begins. If the text ends within it, return the whole text."""
-    try:
-        return text[: _STRICT.raw_decode(text)[1]]
-    except (ValueError, RecursionError):
-        return text
-
-
-def _members(source: _Source) -> dict[str, str]:
-    """Read a JSON object, possibly with double braces. Return the text of each member's value."""
-    source.expect("{")
-    is_double = source.accept("{")
-    members = {}
-    for _ in source.items("}"):
-        key, _ = source.json()
-        source.expect(":")
-        _, members[key] = source.json()
-    if is_double:
-        source.expect("}")
-    return members
-
-
-def _call(members: Mapping[str, str], names: Collection[str]) -> tuple[str, str]:
-    keys = (key for key in ("name", "tool_name", "function") if key in members)
-    name = _LOOSE.decode(members[next(keys, "name")])
-    if not isinstance(name, str) or name not in names:
-        raise ValueError
-    text = members.get("arguments", members.get("parameters", "{}"))
-    value = _LOOSE.decode(text)
-    if isinstance(value, str):
-        text = value.strip() or "{}"
-        value = _LOOSE.decode(text)
-    elif value is None:
-        text, value = "{}", {}
-    if not isinstance(value, dict):
-        raise ValueError
-    try:
-        _STRICT.decode(text)
-        text.encode()
-    except ValueError:
-        text = dumped(value)
-    return name, text
 
 
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
@@ -241,7 +202,7 @@ def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
     schema = (parameters.get("properties") or {}).get(key)
     types = types_of(schema, parameters)
     try:
-        value = _WORDS[text.strip()] if text.strip() in _WORDS else _STRICT.decode(text)
+        value = _WORDS[text.strip()] if text.strip() in _WORDS else _JSON.decode(text)
     except (ValueError, RecursionError):
         return text
     kind = _TYPES.get(type(value), "null")
@@ -297,7 +258,7 @@ def _value(source: _Source) -> Any:
     if number := _NUMBER.match(source.text, source.at):
         source.skip_to(number.end())
         is_float = bool(number[2]) or "." in number[1]
-        return (_finite if is_float else int)(number[0])
+        return (finite if is_float else int)(number[0])
     return _WORDS[source.word()]
 
 
