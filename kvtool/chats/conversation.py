@@ -277,6 +277,8 @@ class Conversation:
             first, rest = [], messages
         self._set_system("".join(each["content"] for each in first) if system is None else system)
         self.set_messages([*self.messages, *map(_with_own_thought, rest)])
+        replies = [each["content"] for each in self.messages if each["role"] == "assistant"]
+        self.writer.sampler.remember(replies)
         if self.n_turn:
             self._postpone_past()
             self._mark_last_turn()

@@ -20,7 +20,7 @@ EXAMPLES = {
     ),
     "compare": (
         "kvtool compare book.txt --max-tokens 4000 --policies h2o,buzz,local --budgets 128,512",
-        "kvtool compare book.txt --records runs.jsonl --plot runs.png --jobs 2",
+        "kvtool compare book.txt --records runs.jsonl --plot runs.png",
     ),
     "bench": (
         "kvtool bench --depths 512,8k --budget 512",

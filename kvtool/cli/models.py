@@ -108,7 +108,7 @@ def list_(
         typer.echo()
         table = [[shown(other.name), format_bytes(other.size), _state(other)] for other in others]
         print_table(["repository or URL", "size", "downloaded"], table)
-    downloaded = [copy for entry, copy in known if copy and entry.is_download]
+    downloaded = [copy for _, copy in known if copy]
     typer.echo()
     for folder in (models_dir(), cache_folder()):
         n_bytes = stored.total(copy for copy in downloaded + others if folder in copy.files[0].parents)
@@ -349,9 +349,7 @@ def _json_stored(copy: Stored | None) -> dict[str, Any]:
 
 def _json_entry(entry: Entry, copy: Stored | None) -> dict[str, Any]:
     """Return the fields of --json about the source and the download of a model in models.txt."""
-    fields = {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)} | _json_stored(copy)
-    # a model file in the user's own folder takes no bytes of kvtool's cache folder
-    return fields if entry.is_download else fields | {"cached_bytes": 0}
+    return {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)} | _json_stored(copy)
 
 
 def _json_other(other: Stored) -> dict[str, Any]:

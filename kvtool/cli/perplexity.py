@@ -18,7 +18,6 @@ from kvtool.cli.output import Stopped, stopped_by_signals
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
-from kvtool.errors import UsageError
 from kvtool.options import Options, Range, option
 from kvtool.system.texts import json_text
 from kvtool.units import format_tokens
@@ -45,12 +44,6 @@ class _PerplexityOptions(Options):
         "Score pieces of N tokens, each in an empty cache, like llama-perplexity -c N.",
         valid=Range(3),
     )
-    stride: int | None = option(
-        "--stride N",
-        None,
-        "With --windows: start a piece every N tokens, and score its last N.",
-        valid=Range(1),
-    )
 
 
 @options
@@ -62,9 +55,6 @@ def perplexity(
     Every token after the first is scored. Details go to stderr. Ctrl-C, SIGTERM and SIGHUP stop and print
     the perplexity so far.
     """
-    if args.stride is not None and (args.windows is None or args.stride >= args.windows):
-        raise UsageError("--stride needs --windows, and must be smaller")
-
     from kvtool import policies
     from kvtool.config.opening import check_read_once, open_run
     from kvtool.config.report import line, report
@@ -77,8 +67,7 @@ def perplexity(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        # with a stride, a piece is scored only if a token follows it, as in llama-perplexity
-        start, n_min = args.windows is None, (args.windows or 2) + (args.stride is not None)
+        start, n_min = args.windows is None, args.windows or 2
         tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_min=n_min)
         return args.windows or len(tokens)
 
@@ -97,7 +86,7 @@ def perplexity(
             check_length(engine, len(tokens))
         noun, n = ("window", args.windows) if args.windows else ("text", len(tokens))
         before_text(engine, opened.run, noun, n, is_all=True)
-        n_all = _n_scored(len(tokens), args.windows, args.stride)
+        n_all = _n_scored(len(tokens), args.windows)
         policies.load_kernels(engine.policy)
         started = time.monotonic()
         total, n_done = _score(engine, tokens, args, n_all)
@@ -150,13 +139,11 @@ def _score(engine: Engine, tokens: np.ndarray, args: _PerplexityOptions, n_all: 
         if args.windows is None:
             measure.stream(engine, tokens, scored)
         else:
-            measure.windows(engine, tokens, args.windows, args.stride, scored)
+            measure.windows(engine, tokens, args.windows, scored)
     return total, n_done
 
 
-def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
+def _n_scored(n_tokens: int, windows: int | None) -> int:
     if windows is None:
         return n_tokens - 1
-    if stride:
-        return len(range(0, n_tokens - windows, stride)) * stride
     return n_tokens // windows * (windows - windows // 2 - 1)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from kvtool.llama.cache.archive import Archive
     from kvtool.measure.grid import Run
-    from kvtool.measure.runner import Event
 
 _SOON_S = 0.5
 """A progress line shows the remaining time only after the work has taken this many seconds."""
@@ -177,10 +176,12 @@ def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..
 
 
 @contextmanager
-def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]:
-    """Yield a callback for the events of runs. It prints a line for each finished run.
+def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[..., None]]:
+    """Yield a callback for the progress of runs, one at a time. It prints a line for each finished run.
 
-    In a terminal, it also draws bars below these lines: one for each current run, and one for all runs.
+    The callback takes a run with the number of tokens scored so far and the sum of their nll in nats, or with
+    its record when it has ended. In a terminal, it also draws bars below the lines: one for the current run,
+    and one for all runs.
 
     n_run: number of runs. n_token: number of tokens that each run scores.
     """
@@ -193,27 +194,23 @@ def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]
     start, n_done = time.monotonic(), 0
     with _bars(*columns, speed_estimate_period=600) as bars:
         whole = bars.add_task("all", total=n_run * n_token, words=f"0 of {n_run} runs")
-        tasks: dict[Run, TaskID] = {}
+        task: TaskID | None = None
 
-        def show(event: Event) -> None:
-            nonlocal n_done
-            run, record = event.run, event.record
-            if run not in tasks:
-                tasks[run] = bars.add_task(run.name, total=n_token, words="")
+        def show(run: Run, n: int = 0, nll: float = 0.0, record: dict[str, Any] | None = None) -> None:
+            nonlocal n_done, task
+            if task is None:
+                task = bars.add_task(run.name, total=n_token, words="")
             if record:
                 n_done += 1
-                bars.remove_task(tasks[run])
+                bars.remove_task(task)
+                task = None
                 left = (time.monotonic() - start) / n_done * (n_run - n_done)
                 end = "" if bars.console.is_terminal else f" ({n_done}/{n_run}, {left / 60:.0f} min left)"
-                if event.log:
-                    bars.console.print(event.log, soft_wrap=True)
                 bars.console.print(f"{run.name}: {_in_short(record)}{end}", soft_wrap=True)
             else:
-                words = f"{event.n:,} tokens, perplexity {perplexity_of(event.nll):.3f}" if event.n else ""
-                bars.update(tasks[run], completed=event.n, words=words)
-            running = sum(task.completed for task in bars.tasks if task.id != whole)
-            words = f"{n_done} of {n_run} runs"
-            bars.update(whole, completed=n_done * n_token + running, words=words)
+                words = f"{n:,} tokens, perplexity {perplexity_of(nll / n):.3f}" if n else ""
+                bars.update(task, completed=n, words=words)
+            bars.update(whole, completed=n_done * n_token + n, words=f"{n_done} of {n_run} runs")
 
         yield show
 

@@ -111,6 +111,15 @@ class Sampler:
         self.recent.clear()
         self.recent.extend(recent)
 
+    def remember(self, texts: Sequence[str]) -> None:
+        """Count the last tokens of earlier texts as sampled. The next `start` or `change` uses them."""
+        tokens: list[int] = []
+        for text in reversed(texts):
+            if len(tokens) >= self.settings.n_recent:
+                break
+            tokens[:0] = self.model.tokenize(text).tolist()
+        self.resume(tokens, self.seed)
+
     def change(self, settings: Sampling) -> None:
         """Use other settings and begin the current text again. Keep `recent` and the seed.
 

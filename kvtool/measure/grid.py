@@ -18,10 +18,12 @@ from kvtool.config import archive, budget
 from kvtool.config.opening import check_read_once, settings_of
 from kvtool.config.run import ScoreOptions
 from kvtool.engine.checks import check
+from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.measure import divergence, records
 from kvtool.models.layers import Layers
 from kvtool.options import declared
+from kvtool.policy import Policy
 
 KEY = (
     *("model_sha256", "text_sha256", "tokens", "policy", "policy_sha256", "params", "budget"),
@@ -66,6 +68,10 @@ class Run:
         Policy with its parameters, as the user typed it.
     options
         Options of the run. They include the budget in cells and the number of tokens between evictions.
+    policy
+        The policy, fitted to the budget.
+    settings
+        Settings of the run's engine.
     params
         All parameters of the policy, with their values.
     typed_budget
@@ -80,6 +86,8 @@ class Run:
 
     label: str
     options: ScoreOptions
+    policy: Policy
+    settings: Settings
     params: Mapping[str, Any]
     typed_budget: str | None
     budget: int
@@ -164,9 +172,9 @@ def keeps_all_it_needs(wanted: str) -> bool:
     return policy.capped or not policy.evicts
 
 
-def full_run(common: Common) -> Run:
+def full_run(common: Common, n_ctx_train: int, layers: Layers) -> Run:
     """Return the run with the full f16 cache. All other runs are compared with its predictions."""
-    return Run("full", _options(common, "full", (), "f16"), {}, None, min(common.n_ctx, common.n_tokens))
+    return _run(common, n_ctx_train, layers, "full", None, "f16")
 
 
 def identity(common: Common, run: Run) -> dict[str, Any]:
@@ -202,18 +210,6 @@ def reference(common: Common) -> Path:
     )
 
 
-def shard(grid: Sequence[Run], text: str) -> list[Run]:
-    """Return run I and every N-th run after it. For example, "2/3" gives the runs 2, 5, 8, and so on.
-
-    Raises UsageError if the text is not I/N.
-    """
-    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text.strip())
-    i, n = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= i <= n:
-        raise UsageError(f"a shard is I/N with I from 1 to N, for example 1/4, got {text!r}")
-    return list(grid[i - 1 :: n])
-
-
 def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> ScoreOptions:
     """Return the options of a run. `typed` is empty, because users do not type options for single runs."""
     changes = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
@@ -247,4 +243,14 @@ def _run(
     settings = settings_of(chosen, common.n_ctx, fitted.n_batch, fitted.n_batch)
     check(fitted.policy, settings, layers, common.n_ctx, n_ctx_train)
     params, digest = policies.chosen(fitted.policy), policies.file_sha256(name)
-    return Run(label, chosen, params, typed_budget, fitted.n, digest, spec.kind.has_recall())
+    return Run(
+        label,
+        chosen,
+        fitted.policy,
+        settings,
+        params,
+        typed_budget,
+        fitted.n,
+        digest,
+        spec.kind.has_recall(),
+    )

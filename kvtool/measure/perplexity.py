@@ -55,30 +55,21 @@ def windows(
     engine: Engine,
     tokens: np.ndarray,
     n_window: int,
-    stride: int | None = None,
     progress: Progress = lambda nll: None,
     score: Score = nll_of,
 ) -> np.ndarray:
     """Score independent pieces of n_window tokens, each in an empty cache. Return all nll in order.
 
-    Without a stride, the pieces follow each other, and the second half of each piece is scored. If the model
-    uses a BOS token, it replaces the first token of each piece.
-
-    With a stride, each piece starts `stride` tokens after the start of the previous piece. The last `stride`
-    tokens of each piece are scored, and no token is replaced.
-
-    An incomplete piece at the end is left out. llama-perplexity does all of this in the same way.
+    The pieces follow each other, and the second half of each piece is scored. If the model uses a BOS token,
+    it replaces the first token of each piece. An incomplete piece at the end is left out. All of this is as
+    in llama-perplexity.
     """
-    if stride:
-        first, starts = n_window - stride - 1, range(0, len(tokens) - n_window, stride)
-    else:
-        first, starts = n_window // 2, range(0, len(tokens) - n_window + 1, n_window)
     parts = [np.empty(0)]
-    for start in starts:
+    for start in range(0, len(tokens) - n_window + 1, n_window):
         window = tokens[start : start + n_window].copy()
-        if engine.model.adds_bos and not stride:
+        if engine.model.adds_bos:
             window[0] = engine.model.bos
         engine.reset()
-        parts.append(stream(engine, window, score=score)[first:])
+        parts.append(stream(engine, window, score=score)[n_window // 2 :])
         progress(parts[-1])
     return np.concatenate(parts)

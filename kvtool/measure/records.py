@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvtool.errors import InputError, KvtoolError
-from kvtool.system.files import locked, replacing
+from kvtool.system.files import locked
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from kvtool.config.run import RunOptions
     from kvtool.llama.loaded.model import Model
+    from kvtool.models.fetch import Progress
 
 Record = Mapping[str, Any]
 """Result as a JSON object."""
@@ -42,6 +43,18 @@ def versions() -> dict[str, str | None]:
 
     library = library_info()
     return {"kvtool": __version__, "llama_cpp_python": library["version"], "patch": library["digest"]}
+
+
+def identity(run: RunOptions, path: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Return the fields that name the model, its adapters and the versions. Raises KvtoolError.
+
+    path: file of the model. progress: shows the hashing of the file.
+    """
+    from kvtool.llama.loaded.adapters import identities
+    from kvtool.models.download import sha256
+
+    digest = sha256(path, progress)
+    return {"model": path.name, "model_sha256": digest, "lora": identities(run.adapters), **versions()}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -70,32 +83,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def append(path: Path, record: Record) -> None:
     """Append a record and sync it to the disk. Several processes may append at once. Raises KvtoolError."""
-    with _writing(path), path.open("ab+") as file:
-        # cut off an incomplete last line: a record appended to it would be unreadable
-        file.truncate(_whole_lines(file))
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
-    """Replace the file's records by the result of `change`. If this fails, the file is not changed.
-
-    Meanwhile, other processes wait before they append. Raises KvtoolError.
-    """
-    with _writing(path):
-        records = change(read(path))
-        with replacing(path) as file:
-            for record in records:
-                file.write(json.dumps(record).encode() + b"\n")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Hold the file's lock during the block. Raise KvtoolError if the block raises OSError."""
     try:
-        with locked(path.with_name(path.name + ".lock")):
-            yield
+        with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
+            # cut off an incomplete last line: a record appended to it would be unreadable
+            file.truncate(_whole_lines(file))
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise KvtoolError(f"cannot write {path}: {error.strerror or error}") from None
 

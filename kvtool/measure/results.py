@@ -28,38 +28,22 @@ class ComparisonResults:
         Runs in order.
     of_run
         Record of each run that has one.
-    others
-        Records of other grids in the same file.
     """
 
     common: Common
     grid: Sequence[Run]
     of_run: dict[Run, dict[str, Any]] = field(default_factory=dict)
-    others: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stored: Iterable[dict[str, Any]]) -> None:
-        """Assign a file's records to runs.
+        """Assign a file's records to runs. Records of other grids are ignored.
 
         If a run has several records, use the record with the highest `_rank`, and among equals the first.
         """
         by_key = {records.key(identity(self.common, run), KEY): run for run in self.grid}
-        self.others = []
         for record in stored:
             run = by_key.get(records.key(record, KEY))
-            if run is None:
-                self.others.append(record)
-            elif _rank(record) > _rank(self.of_run.get(run)):
+            if run and _rank(record) > _rank(self.of_run.get(run)):
                 self.of_run[run] = record
-
-    def has_other_text(self) -> bool:
-        """Return True if the file has results of a different text with the same name and length."""
-        what = {**self.common.what, "tokens": self.common.n_tokens}
-        same = ("text", "model_sha256", "tokens")
-        return any(
-            all(record.get(name) == what[name] for name in same)
-            and record.get("text_sha256") != what["text_sha256"]
-            for record in self.others
-        )
 
     def missing(self, kl: bool = False) -> list[Run]:
         """Return the runs that have no record and the runs that failed.
@@ -71,17 +55,6 @@ class ComparisonResults:
     def failed(self) -> list[Run]:
         """Return the runs whose record is an error."""
         return [run for run in self.grid if _rank(self.of_run.get(run)) == 1]
-
-    def stored(self) -> list[dict[str, Any]]:
-        """Return all records for the file: this grid's records in order, then other grids' records.
-
-        The fields of `_AGAINST_BEST` are left out, because they depend on the other runs of the grid.
-        """
-        done = [self.of_run[run] for run in self.grid if run in self.of_run]
-        return [
-            {name: value for name, value in record.items() if name not in _AGAINST_BEST}
-            for record in done + self.others
-        ]
 
     def compared(self) -> list[tuple[Run, dict[str, Any]]]:
         """Return the runs that have a record, in order, with their records.

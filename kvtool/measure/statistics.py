@@ -1,8 +1,7 @@
 """Intervals and standard errors of means.
 
 Tokens of a text are not independent: a forgotten fact affects several tokens in a row. Errors are therefore
-computed from blocks of tokens. If blocks still depend on each other, `joined` joins them into longer blocks.
-In a task, each item is one block.
+computed from few long blocks of tokens. In a task, each item is one block.
 
 SciPy is not used, because it needs 143 MB on the disk, 75 MiB of memory, and 1 s for its import.
 """
@@ -14,8 +13,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-_MIN_BLOCKS = 8
-"""Minimum number of blocks for an estimate of their spread. Differences of two runs have this many blocks."""
+_N_BLOCK = 8
+"""Number of blocks of a text. Fewer and longer blocks depend less on each other."""
 
 
 def perplexity_of(nll: float) -> float:
@@ -43,53 +42,6 @@ def block_counts(n: int) -> np.ndarray:
     return block_sums(np.ones(n))
 
 
-def block_length(values: np.ndarray) -> float:
-    """Optimal number of consecutive values in a bootstrap block, given their autocorrelation.
-
-    values: f64[n] in the order of the text, n > 8. The method is that of Politis and White 2004, section 3.3,
-    for the circular block bootstrap, with the correction of Patton, Politis and White 2009.
-    """
-    n = len(values)
-    centred = values - values.mean()
-    n_lag = max(5, int(np.ceil(np.sqrt(np.log10(n)))))
-    most = min(int(np.ceil(np.sqrt(n))) + n_lag, n - 1)
-    covariance = np.correlate(centred, centred, "full")[n - 1 : n + most] / n
-    if not covariance[0]:
-        return 1.0
-    # find the smallest lag after which n_lag correlations in a row are small
-    is_small = np.abs(covariance[1:] / covariance[0]) < 2 * np.sqrt(np.log10(n) / n)
-    last = next((m for m in range(most - n_lag + 1) if is_small[m : m + n_lag].all()), None)
-    reach = most if last is None else min(2 * max(last, 1), most)
-    lag = np.arange(-reach, reach + 1)
-    weighted = np.clip(2 * (1 - np.abs(lag) / reach), 0, 1) * covariance[np.abs(lag)]
-    spread, bias = weighted.sum(), (np.abs(lag) * weighted).sum()
-    if not spread:
-        return 1.0
-    length = (2 * bias**2 / (4 / 3 * spread**2)) ** (1 / 3) * n ** (1 / 3)
-    return float(np.clip(length, 1, np.ceil(min(3 * np.sqrt(n), n / 3))))
-
-
-def joined(sums: np.ndarray, counts: np.ndarray, n_min: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Join adjacent blocks of a text to the length that `block_length` recommends. Return (sums, counts).
-
-    sums, counts: f64[block]. To compare two runs, pass the differences of their sums. n_min: minimum number
-    of tokens of a joined block, in the mean. At least 8 blocks remain, even if they are shorter. If there are
-    8 or fewer, they are not joined.
-    """
-    n = len(sums)
-    if n <= _MIN_BLOCKS:
-        return sums, counts
-    length = block_length(sums - sums.sum() / counts.sum() * counts)
-    length = max(length, n_min * n / counts.sum())
-    return _merged(sums, counts, int(np.clip(n / length, _MIN_BLOCKS, n)))
-
-
-def _merged(sums: np.ndarray, counts: np.ndarray, n_block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Join adjacent blocks so that n_block blocks of about equal length remain."""
-    starts = np.arange(n_block) * len(sums) // n_block
-    return np.add.reduceat(sums, starts), np.add.reduceat(counts, starts)
-
-
 def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     """Mean and its standard error, from the ratio estimator over blocks.
 
@@ -112,7 +64,9 @@ def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None, float |
     sums: f64[block], sum of each block. They are joined into eight blocks. In all runs of a text, these have
     the same tokens. If there is only one block, error and margin are None.
     """
-    sums, counts = _merged(sums, block_counts(n), min(_MIN_BLOCKS, len(sums)))
+    n_block = min(_N_BLOCK, len(sums))
+    starts = np.arange(n_block) * len(sums) // n_block
+    sums, counts = np.add.reduceat(sums, starts), np.add.reduceat(block_counts(n), starts)
     mean, error = mean_error(sums, counts)
     if np.isnan(error):
         return mean, None, None

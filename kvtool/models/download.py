@@ -95,8 +95,6 @@ def pull(entry: Entry, progress: Progress | None = None) -> Path:
     """
     if entry.here:
         return entry.path
-    if not entry.is_download:
-        raise ModelError(f"{entry.name}: {entry.path} is missing, or its size is not {entry.size} bytes")
     with storing(entry.name, models_dir()):
         models_dir().mkdir(parents=True, exist_ok=True)
         with locked(models_dir() / f"{entry.name}.lock"):

@@ -47,8 +47,6 @@ def of_entry(entry: Entry) -> Stored | None:
     """Return the stored files of an entry of models.txt, or None if nothing is stored."""
     if entry.here:
         return Stored(entry.name, (entry.path,), True)
-    if not entry.is_download:
-        return None
     remains = sorted((models_dir() / f"{entry.name}.part").rglob("*"))
     files = tuple(path for path in remains if path.is_file())
     return Stored(entry.name, files, False) if files else None
@@ -85,16 +83,13 @@ def remove(name: str) -> tuple[Stored, int]:
 def _find(name: str) -> Stored:
     entries = registry()
     if name in entries:
-        entry = entries[name]
-        if not entry.is_download:
-            raise ModelError(f"{name} is {entry.path}, which kvtool did not download; delete it yourself")
-        model = of_entry(entry)
+        model = of_entry(entries[name])
     elif web.is_url(name):
         folder = web.folder_of(name)
         model = next((stored for stored in _of_urls() if stored.files[0].parent == folder), None)
     elif exists(name):
         path = Path(name).expanduser().absolute()
-        ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
+        ours = map(of_entry, entries.values())
         model = next((stored for stored in (*ours, *downloads()) if stored and path in stored.files), None)
         if not model:
             raise ModelError(f"{name} is not in a cache, and kvtool deletes nothing else; delete it yourself")

@@ -170,6 +170,9 @@ class Slot:
         if not prompt:
             return
         conversation.set_messages(request.messages)
+        # the penalties count the replies that the client sends back, not the tokens of this server's chats
+        replies = [message for message in request.messages if message["role"] == "assistant"]
+        self.writer.sampler.remember([str(message.get("content") or "") for message in replies])
         parser = _parser(rendering, request, callable_tools)
         begun = request.begun
         splitter = Splitter.behind(conversation.template.tags, begun) if begun else conversation.splitter()
@@ -242,6 +245,7 @@ class Slot:
         if not prompts.read(self.writer, request, tokens[n_cached:], after_step):
             return
         prompt_read = self._prompt_read(job.prompt_counts, started)
+        self.writer.sampler.remember([text])
         self.writer.sampler.start(0)
         reply = Reply()
         job.emit({"kind": "read"})

@@ -57,7 +57,7 @@ class TaskResults:
         File to which records are appended. Items that already have a record in it are not asked again. If
         None, records are only kept in memory.
     one_stream
-        True to ignore an incomplete set of records in the file, and to replace it.
+        True to ignore an incomplete set of records in the file, and to ask all items again.
 
     Raises
     ------
@@ -80,8 +80,7 @@ class TaskResults:
             stored = {records.key(record, self._names): record for record in records.read(path)}
             self._found = {key: stored[key] for key in self._items if key in stored}
             self._first = _first_of_task(stored.values(), about)
-        self._half_done = one_stream and 0 < len(self._found) < len(items)
-        if self._half_done:
+        if one_stream and len(self._found) < len(items):
             self._found = {}
 
     def __len__(self) -> int:
@@ -97,10 +96,6 @@ class TaskResults:
 
         If an item does not fit, its record has an error and no scores. Raises KvtoolError.
         """
-        if self._half_done and self.path:
-            records.rewrite(
-                self.path, lambda old: [r for r in old if records.key(r, self._names) not in self._items]
-            )
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
             started = time.monotonic()

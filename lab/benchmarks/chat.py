@@ -32,7 +32,8 @@ from kvtool.engine.settings import Settings
 from kvtool.llama.sampler import Sampler
 from kvtool.measure.grid import split_policy
 from kvtool.measure.perplexity import nll_of
-from kvtool.measure.statistics import block_counts, block_sums, joined
+from kvtool.measure.statistics import block_counts, block_sums
+from lab.benchmarks.blocks import joined
 from lab.benchmarks.common import (
     add_common,
     describe,

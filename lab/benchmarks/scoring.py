@@ -19,10 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtool.config.opening import open_run
 from kvtool.config.run import ScoreOptions
 from kvtool.llama.libllama.library import api
 from kvtool.llama.loaded.model import Model
-from kvtool.measure.run import RunInput, measure
+from kvtool.measure.run import measure
 from lab.benchmarks.common import (
     add_common,
     add_plot,
@@ -58,14 +59,15 @@ def main() -> None:
     names = args.policies.split(",")
     ms: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens.npy"
-        np.save(path, tokens)
 
         def scored(name: str) -> float:
             budget = None if name == "full" else str(args.budget)
-            run = ScoreOptions(name, budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads)
-            reference = str(Path(folder) / "full.ref")
-            return measure(RunInput(run, str(path), reference, writes=name == "full"))["cpu_s"]
+            run = ScoreOptions(
+                policy=name, budget=budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads
+            )
+            reference = Path(folder) / "full.ref"
+            with open_run(run, length=lambda model: len(tokens)) as opened:
+                return measure(opened.engine, tokens, reference, writes=name == "full")["cpu_s"]
 
         # write the predictions of the full cache: KL and top-1 of all other runs compare with them
         scored("full")

@@ -26,11 +26,12 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvtool.measure import records
 from kvtool.system import interrupt
+from kvtool.system.files import replacing
 from lab.benchmarks.common import make_parser, note
 from lab.papers import claims, index, sharing, tables
 from lab.papers.experiments import EXPERIMENTS, RUNS
@@ -124,7 +125,15 @@ def _keep(path: Path, lines: Iterable[Line]) -> None:
                 sys.exit(f"{path} has results of another text that is called {line['of']}; remove them first")
         return kept + new
 
-    records.rewrite(path, added)
+    rewrite(path, added)
+
+
+def rewrite(path: Path, change: Callable[[list[Line]], Iterable[Line]]) -> None:
+    """Replace the lines of a file by the result of `change`. If this fails, the file does not change."""
+    lines = change(records.read(path))
+    with replacing(path) as file:
+        for line in lines:
+            file.write(json.dumps(line).encode() + b"\n")
 
 
 def _place(line: Line) -> tuple[object, ...]:

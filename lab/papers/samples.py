@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtool.measure import statistics
+from lab.benchmarks.blocks import joined
 from lab.papers import significance
 
 _MIN_UNITS = 6
@@ -181,7 +182,7 @@ class Measurements:
             weight = self.weights(places)
         n_text = len({of for of, _ in places})
         if self.of_text and n_text == 1:
-            return statistics.joined(value * weight, weight)
+            return joined(value * weight, weight)
         if self.of_text or self.same_item:
             units = defaultdict(list)
             for i, (of, item) in enumerate(places):

@@ -314,6 +314,10 @@ def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
     wanted = [each for reply in replies.values() for each in (user, reply)]
     wanted_all = [*others[:n_system], *wanted]
     assert again.messages == wanted_all
+    # the penalties count the replies
+    texts = [each["content"] for each in replies.values()]
+    tokens = np.concatenate([model.tokenize(text) for text in texts])
+    assert [*again.writer.sampler.recent] == tokens[-again.writer.sampler.recent.maxlen :].tolist()
     assert (again.system, again.n_turn, again.n_reply) == ("Be brief." if n_system else None, 4, 4)
     text = b"".join(model.piece(token, special=True) for token in again.writer.unread.tolist()).decode()
     assert text + "[e]" == again.template.render(again.messages, reply=False)

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,15 +19,15 @@ from kvtool.cli.compare.command import _run
 from kvtool.cli.console import table_console
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.measure import grid, runner
+from kvtool.measure import grid
+from kvtool.measure import run as one
 from kvtool.measure.grid import Run
 from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
 from tests import forked
 from tests.cli.called import called, one_line
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
-from tests.held import PATIENCE_S, Held, until
-from tests.tasks.test_grid import TIMES
+from tests.held import PATIENCE_S, Held
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,6 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def lasting(records):
-    """Return the records without the fields that differ from run to run."""
-    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
-
-
 GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", "f16,q8_0")
 
 
@@ -81,7 +76,7 @@ GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", 
 def whole(compare, folder):
     """The file of an uninterrupted comparison."""
     path = folder / "whole.jsonl"
-    done = compare(*GRID, "--records", path, "--jobs", 2)
+    done = compare(*GRID, "--records", path)
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)
     return path
@@ -123,82 +118,65 @@ def test_records_are_in_grid_order_and_resume_repeats_no_run(compare, whole, fol
     assert all(record.items() <= line.items() for record, line in zip(records, printed, strict=True))
 
 
-def test_results_of_another_text_with_this_name_are_reported(compare, whole, folder):
-    other = folder / "other_text.jsonl"
-    other.write_text("".join(json.dumps(record | {"text_sha256": "0"}) + "\n" for record in read(whole)))
-    done = compare("--policies", "local", "--budgets", "64", "--records", other, "--resume")
-    assert "other_text.jsonl also has results of another text that is called tide.txt" in done.stderr
-    assert [record["text_sha256"] == "0" for record in read(other)] == [False, True, True, True, True]
+def test_joined_files_are_one_file_of_which_other_lines_are_ignored(compare, whole, folder):
+    joined, out = folder / "joined.jsonl", (folder / "stdout").read_text()
+    lines = [json.dumps({"policy": "another grid's"}), *reversed(whole.read_text().splitlines())]
+    joined.write_text("\n".join(lines) + "\n")
+    before = joined.read_text()
+    done = compare(*GRID, "--records", joined, "--resume")
+    assert (done.stdout, done.stderr) == (out, "")
+    assert joined.read_text() == before
 
 
-def test_merged_shards_equal_one_run(compare, whole, folder):
-    parts = [folder / f"{i}.jsonl" for i in (1, 2)]
-    for i, part in enumerate(parts, 1):
-        compare(*GRID, "--records", part, "--shard", f"{i}/2")
-    assert [len(read(part)) for part in parts] == [2, 2]
-    merged = folder / "merged.jsonl"
-    stranger = {"policy": "another grid's"}
-    lines = [json.dumps(stranger), *(part.read_text().rstrip() for part in parts)]
-    merged.write_text("\n".join(lines) + "\n")
-    assert compare(*GRID, "--records", merged, "--resume").stderr == ""
-    assert lasting(read(merged)) == [*lasting(read(whole)), stranger]
+@pytest.fixture
+def outcomes(monkeypatch):
+    """Replace the measurement of runs by a function of the run, its reference, and `writes`."""
+    plain = one.outcome
+
+    def replaced(outcome):
+        monkeypatch.setattr(
+            one,
+            "outcome",
+            lambda model, run, tokens, reference, report, writes=False: (
+                outcome(run, reference, writes) or plain(model, run, tokens, reference, report, writes=writes)
+            ),
+        )
+
+    return replaced
 
 
-def test_lines_added_by_another_run_stay_in_the_file(compare, folder):
-    """The policy appends a line to the file at its first eviction."""
-    (folder / "meanwhile.py").write_text(MEANWHILE)
-    out = folder / "meanwhile.jsonl"
-    compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--records", out)
-    first, *others = read(out)
-    assert first["policy"] == "meanwhile.py"
-    assert others == [{"policy": "another run's"}]
-
-
-def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, tmp_path):
+def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, outcomes, tmp_path):
     calls, fails = [], True
 
-    class Runner:
-        def __init__(self, common, tokens):
-            calls.clear()
+    def outcome(run, reference, writes):
+        calls.append((run.label, reference is not None))
+        if writes and fails:
+            return {"error": "no"}
+        return {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if reference else None}
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def run(self, runs, jobs=1, against=None, writes=False):
-            calls.append(([each.label for each in runs], against is not None))
-            for each in runs:
-                done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
-                yield runner.Event(each, record={"error": "no"} if writes and fails else done)
-
-    monkeypatch.setattr(runner, "Runner", Runner)
+    outcomes(outcome)
+    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **how: nullcontext())
+    monkeypatch.setattr("kvtool.cli.compare.command._n_cell", lambda run, n_ctx: 64)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
+    monkeypatch.setattr(grid, "identity", lambda common, run: {})
     common = grid.Common({}, ScoreOptions(n_ctx=512), 100)
-    results = ComparisonResults(common, [run("local", "64")])
-    for _ in range(2):
-        assert not _run(results, None, True, 1, None)
+    results, full = ComparisonResults(common, [run("local", "64")]), run("full")
+    for tried in ([("full", True), ("local", False)], [("full", True)]):
+        # In the second round, only `full` runs, and it fails again. `local` lacks only its KL. It does not
+        # run, because the KL needs the results of `full`.
+        calls.clear()
+        assert not _run(results, full, Path(), None, None)
         assert [record["kl"] for record in results.of_run.values()] == [None]
-    # In the second round, only `full` runs, and it fails again. `local` lacks only its KL. It does not run,
-    # because the KL needs the results of `full`.
-    assert calls == [(["full"], True), ([], False)]
+        assert calls == tried
     fails = False
-    assert _run(results, None, True, 1, None)
-    assert calls == [(["full"], True), (["local"], True)]
+    calls.clear()
+    assert _run(results, full, Path(), None, None)
+    assert calls == [("full", True), ("local", True)]
     assert [record["kl"] for record in results.of_run.values()] == [0.5]
 
 
-def test_failed_reference_exits_1_after_the_results(monkeypatch, compare, model, folder, environment):
-    plain = runner.Runner.run
-
-    def run(self, runs, *, writes=False, **how):
-        if writes:
-            yield runner.Event(runs[0], record={"error": "no luck"})
-        else:
-            yield from plain(self, runs, **how)
-
-    monkeypatch.setattr(runner.Runner, "run", run)
+def test_failed_reference_exits_1_after_the_results(outcomes, model, folder, environment):
+    outcomes(lambda run, reference, writes: {"error": "no luck"} if writes else None)
     arguments = ("-m", model, "-t", 1, "--policies", "local", "--budgets", "64", "--max-tokens", 199)
     done = called("compare", "tide.txt", *arguments, "--json", cwd=folder, env=environment)
     assert done.returncode == 1
@@ -214,23 +192,6 @@ def test_without_a_writable_cache_folder_runs_are_compared_with_full(compare, en
     changed = environment | {"KVTOOL_CACHE": str(tmp_path)}
     done = compare("--policies", "local", "--budgets", "64", "--json", environment=changed)
     assert json.loads(done.stdout)["kl"] > 0
-
-
-MEANWHILE = """
-from dataclasses import dataclass
-from pathlib import Path
-from kvtool.measure import records
-from kvtool.policies.local import Local
-
-@dataclass(frozen=True)
-class Meanwhile(Local):
-    def plan(self, view, state):
-        if not Path("meanwhile.jsonl").exists():
-            records.append(Path("meanwhile.jsonl"), {"policy": "another run's"})
-        return Local.plan(self, view, state)
-
-POLICY = Meanwhile
-"""
 
 
 def test_compare_and_perplexity_give_the_same_results(whole, model, folder, environment):
@@ -269,7 +230,7 @@ POLICY = Breaks
 
 def test_resume_runs_failed_runs_again(compare, folder):
     (folder / "mine.py").write_text(BREAKS)
-    arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl", "--jobs", 2)
+    arguments = ("--policies", "mine.py,local", "--budgets", "64", "--records", "failed.jsonl")
     done = compare(*arguments, check=False)
     assert done.returncode == 1
     assert "64 cells\nmine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
@@ -283,7 +244,8 @@ def test_resume_runs_failed_runs_again(compare, folder):
         r'^Traceback .*:\n +File ".*mine.py", line 9, in plan\n +raise Value', again.stderr, re.M
     )
     assert "1 of 2 runs are done already" in again.stderr
-    assert len(read(folder / "failed.jsonl")) == 2
+    # the best record of a run counts
+    assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False, True]
 
 
 def test_announced_number_of_runs_includes_the_full_cache(compare):
@@ -333,11 +295,13 @@ def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code
     one_line(compare(*arguments, check=False), code, words)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, environment, tmp_path, number):
-    held, out = Held(tmp_path), tmp_path / "out.jsonl"
-    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out), "--jobs", "2"]
+def test_interrupt_keeps_finished_runs_and_names_the_records_file(
+    model, folder, environment, tmp_path, number
+):
+    held, out = Held(tmp_path, "self.budget == 65"), tmp_path / "out.jsonl"
+    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out)]
     command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
     with forked.Popen(
         [*KVTOOL, *command],
@@ -347,20 +311,20 @@ def test_interrupt_stops_all_jobs_and_names_the_records_file(model, folder, envi
         text=True,
         start_new_session=True,
     ) as process:
-        held.wait(2)
-        running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        # a terminal sends Ctrl-C to the whole process group
-        os.killpg(process.pid, number)
+        held.wait()
+        process.send_signal(number)
+        said = iter(process.stderr.readline, "stopping after the current step ...\n")
+        assert "" not in said
+        held.go()
         lines = process.stderr.read().splitlines()
         assert process.wait(PATIENCE_S) == 128 + number
-    assert lines[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
-    assert len(running) == 2
-    until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))
+    assert lines[-1] == f"kvtool: stopped; 1 of 3 runs are in {out}; --resume does the rest"
+    assert [record["budget"] for record in read(out)] == [64]
 
 
 def run(label, asked=None, kind="f16"):
     options = ScoreOptions(policy=label.split(":")[0], type_k=kind, type_v=kind)
-    return Run(label, options, {}, asked, 64)
+    return Run(label, options, None, None, {}, asked, 64)
 
 
 def row(label, asked=None, kind="f16", **values):

@@ -447,7 +447,7 @@ def test_commands_report_the_archive_file(chat_model, tmp_path):
     for command in ("perplexity", "inspect"):
         done = called(command, "-", *options, *RECALL[:-2], "--json", **words)
         assert json.loads(done.stdout)["archive_file"] == str(path)
-    runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json", "--jobs", 2]
+    runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json"]
     done = called("compare", "-", *options, *runs, **words)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["archive_file"] for run in results] == [str(path), None] * 2

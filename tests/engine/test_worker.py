@@ -138,12 +138,9 @@ def test_duplicate_and_unknown_hosts_are_refused_before_connecting(named, words)
     [
         (["generate", "-p", "x", "--rpc", "here"], "a worker is host:port"),
         (["generate", "-p", "x", "--rpc", "here:1", "-ngl", "0"], "--gpu-layers 0 leaves no layer"),
-        (["compare", "TEXT", "--rpc", "here:1", "--jobs", "2"], "leave out --jobs or --rpc"),
     ],
 )
-def test_invalid_rpc_options_are_refused(arguments, words, tmp_path):
-    (tmp_path / "text").write_text(TEXT)
-    arguments = [tmp_path / "text" if each == "TEXT" else each for each in arguments]
+def test_invalid_rpc_options_are_refused(arguments, words):
     one_line(called(*arguments), 2, words)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import string
 from contextlib import closing
 
 import pytest
@@ -12,7 +14,8 @@ from kvtool.llama.loaded.model import Model
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from tests import tiny
-from tests.serve.asking import ask, message
+from tests.serve.asking import ask, connected, message
+from tests.serve.gone import response
 from tests.serve.here import here
 from tests.serve.killed_turns import SlotServer
 from tests.serve.serving import serving
@@ -315,3 +318,25 @@ def test_text_after_a_chat_pins_and_holds_nothing(talker, options):
             _, (_, n_cached, _) = continued(server, [*tokens, 70])
             assert n_cached == (0 if before and options is FORGETS else len(tokens))
             assert (slot.engine.n_pinned, slot.engine.n_held) == (0, 0)
+
+
+PENALTY = {"repeat_penalty": 100, "repeat_last_n": 500}
+EARLIER = "".join(f"a{letter}" for letter in string.ascii_letters)
+"""Most tokens of the model are such pairs."""
+
+
+def test_penalties_count_earlier_replies_and_the_prompt_of_a_completion(url):
+    # only earlier tokens can change the first token of a reply
+    def chat(text, role, **more):
+        asked = [SYSTEM, message("user", "Hi."), message(role, text), message("user", "And?")]
+        return ask(url, asked, max_tokens=1, **more).reply["content"]
+
+    def completion(text, **more):
+        with connected(url) as link:
+            body = {"prompt": text, "max_tokens": 1} | more
+            link.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            return json.loads(response(link).read())["choices"][0]["text"]
+
+    assert chat(EARLIER, "assistant", **PENALTY) != chat(EARLIER, "assistant")
+    assert chat(EARLIER, "user", **PENALTY) == chat(EARLIER, "user")
+    assert completion(EARLIER, **PENALTY) != completion(EARLIER)

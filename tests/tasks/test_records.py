@@ -10,7 +10,6 @@ import pytest
 
 from kvtool.errors import InputError, KvtoolError
 from kvtool.measure import records
-from tests.held import PATIENCE_S
 
 
 def test_appended_records_are_read_in_order(tmp_path):
@@ -52,17 +51,14 @@ def test_a_folder_is_refused(tmp_path):
         records.read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "write", [lambda path: records.append(path, {}), lambda path: records.rewrite(path, list)]
-)
-def test_error_of_a_full_disk_names_the_file(monkeypatch, tmp_path, write):
+def test_error_of_a_full_disk_names_the_file(monkeypatch, tmp_path):
     def full(number):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     path = tmp_path / "out.jsonl"
     with pytest.raises(KvtoolError, match=f"cannot write {path}: No space left on device"):
-        write(path)
+        records.append(path, {})
 
 
 def _add(path, who):
@@ -80,36 +76,6 @@ def test_appends_of_several_processes_are_all_kept(tmp_path):
         process.join()
     pairs = {(record["who"], record["i"]) for record in records.read(path)}
     assert len(pairs) == len(records.read(path)) == 60
-
-
-def test_rewrite_replaces_all_records(tmp_path):
-    path = tmp_path / "out.jsonl"
-    records.append(path, {"i": 0})
-    records.rewrite(path, lambda there: [{"i": 2}, {"i": 1}, *there])
-    assert records.read(path) == [{"i": 2}, {"i": 1}, {"i": 0}]
-    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
-
-
-def _rewrite(path, began, is_asked):
-    def slowly(there):
-        began.set()
-        assert is_asked.wait(PATIENCE_S)
-        return there
-
-    records.rewrite(path, slowly)
-
-
-def test_record_appended_during_a_rewrite_is_kept(tmp_path):
-    path, context = tmp_path / "out.jsonl", multiprocessing.get_context("spawn")
-    records.append(path, {"i": 0})
-    began, is_asked = context.Event(), context.Event()
-    process = context.Process(target=_rewrite, args=(path, began, is_asked))
-    process.start()
-    assert began.wait(PATIENCE_S)
-    is_asked.set()
-    records.append(path, {"i": 1})
-    process.join()
-    assert records.read(path) == [{"i": 0}, {"i": 1}]
 
 
 def test_keys_depend_on_values_but_not_on_their_order():

@@ -70,7 +70,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
 
 def test_user_files_are_written_only_by_system_files():
     # these files are exceptions: they write only to temporary folders or to the folder of downloaded models
-    others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py", "runner.py"}
+    others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py"}
     for path in Path(files.__file__).parent.parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         calls = re.findall(r"\.write_(?:bytes|text)\(|open\(\"w|savefig\(.*", text)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import sys
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
@@ -15,25 +18,20 @@ from kvtool.cli import output
 from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate_model
-from kvtool.cli.progress import bytes_progress, runs_progress
+from kvtool.cli.progress import bytes_progress, runs_progress, stopping
 from kvtool.cli.texts import File, check_positions, first_tokens, source
-from kvtool.config.run import RunOptions, ScoreOptions
+from kvtool.config.run import ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import CACHE, Options, Range, option
-from kvtool.system import interrupt
-from kvtool.system.cpu import default_threads
 from kvtool.system.files import can_write
 from kvtool.system.texts import TextSource, json_text
 from kvtool.units import CACHE_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
 
-    from kvtool.measure.grid import Common
+    from kvtool.measure.grid import Common, Run
     from kvtool.measure.results import ComparisonResults
-    from kvtool.measure.runner import Event
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
     from kvtool.policy import Policy
@@ -97,12 +95,6 @@ class _CompareOptions(Options):
     )
     resume: bool = option("--resume", False, "Continue the file of --records: do only the missing runs.")
     plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this picture.")
-    jobs: int = option(
-        "--jobs N", 1, "Number of runs at the same time, each in its own process.", valid=Range(1)
-    )
-    shard: str | None = option(
-        "--shard I/N", None, "Do every N-th run, beginning with the I-th, to share the work among machines."
-    )
 
 
 @options
@@ -121,8 +113,6 @@ def compare(
     from kvtool.config.notes import gpu_note
     from kvtool.measure import grid as of_runs
 
-    if run.workers and args.jobs > 1:
-        raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budgets = grid.listed("policies"), grid.listed("budgets")
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
         raise UsageError("--budgets names no budget; only full and corm need none")
@@ -144,14 +134,14 @@ def compare(
         guard()
         tokens, text_sha256, n_vocab, layers = _read(info, text, grid.max_tokens)
     name = Path(text.name).name
-    identity = _identity(run, info.path) | {"text": name, "text_sha256": text_sha256}
+    with bytes_progress(f"hashing {info.path.name}", piped=False) as progress:
+        identity = records.identity(run, info.path, progress) | {"text": name, "text_sha256": text_sha256}
     shared = archive.with_type(run, info).changed(
         model=str(info.path),
         n_ctx=n_ctx,
         n_batch=run.n_batch or run.default_n_batch,
-        threads=run.threads or (max(1, default_threads() // args.jobs) if args.jobs > 1 else None),
     )
-    common = of_runs.Common(identity | records.versions(), shared, len(tokens))
+    common = of_runs.Common(identity, shared, len(tokens))
     if not names:
         kinds = _all_kinds(layers)
         names = list(kinds)
@@ -161,19 +151,16 @@ def compare(
     runs = of_runs.runs(
         common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine, say=say
     )
-    if args.shard:
-        runs = of_runs.shard(runs, args.shard)
     if not runs:
         # `why_not` is set if `full` was the only policy and the text does not fit in its cache
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
     results = ComparisonResults(common, runs)
     if path:
         results.add(records.read(path))
-        if results.has_other_text():
-            say(f"{path} also has results of another text that is called {name}; they are not used")
     say(why_not)
+    full = None if why_not else of_runs.full_run(common, info.n_ctx_train, layers)
     with output.stopped_by_signals():
-        has_full = _run(results, tokens, not why_not, args.jobs, path)
+        has_full = _run(results, full, info.path, tokens, path)
     _finish(results, info, path, args.plot, as_json=as_json, has_full=has_full)
 
 
@@ -185,16 +172,6 @@ def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np
     with closing(Model(info.path, no_weights=True)) as model:
         tokens = first_tokens(model, text, max_tokens)
         return tokens, text_sha256(model, tokens), model.n_vocab, model.layers
-
-
-def _identity(run: RunOptions, path: Path) -> dict[str, Any]:
-    """Return a record's fields that name the model and its adapters. path: file of the model."""
-    from kvtool.llama.loaded.adapters import identities
-    from kvtool.models.download import sha256
-
-    with bytes_progress(f"hashing {path.name}", piped=False) as progress:
-        model_sha256 = sha256(path, progress)
-    return {"model": path.name, "model_sha256": model_sha256, "lora": identities(run.adapters)}
 
 
 def _all_kinds(layers: Layers) -> dict[str, type[Policy]]:
@@ -232,25 +209,31 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
     return names, ""
 
 
-def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> bool:
+def _run(
+    results: ComparisonResults, full: Run | None, file: Path, tokens: np.ndarray, path: Path | None
+) -> bool:
     """Do the runs that have no result yet. When a run ends, add its record to `results` and to the file.
 
     Returns False if the run of `full` failed that writes the reference for the others. Raises output.Stopped
     after Ctrl-C.
-    """
-    from kvtool.measure import grid, records, runner
 
-    missing, has_full = results.missing(kl=against), True
+    full: run with the full f16 cache, or None if its predictions are not used. file: file of the model.
+    path: file of the records.
+    """
+    from kvtool.config.model import loaded_model
+    from kvtool.measure import grid, records
+    from kvtool.measure.run import outcome
+
+    missing, has_full = results.missing(kl=full is not None), True
     if not missing:
         return has_full
     common = results.common
     if len(missing) < len(results.grid):
         say(f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already")
-    reference, first = grid.reference(common) if against else None, None
-    if reference and not reference.exists():
+    reference, first = grid.reference(common) if full else None, None
+    if full and reference and not reference.exists():
         # do the run of `full` first, because it writes the reference for all other runs. Do it even if its
         # result is already stored
-        full = grid.full_run(common)
         first = next((run for run in missing if run.options.values() == full.options.values()), full)
     is_extra = first is not None and first not in missing
     n_run = len(missing) + is_extra
@@ -259,35 +242,58 @@ def _run(results: ComparisonResults, tokens: np.ndarray, against: bool, jobs: in
         less = "fewer --policies, --budgets or --types, or a smaller --max-tokens, take less time"
         say(f"{n_run} runs of {common.n_tokens:,} tokens each{extra}; {less}")
 
-    def watched(events: Iterator[Event]) -> dict[str, Any] | None:
-        """Show the events, and store the records of runs in `missing`. Return the last record."""
-        record = None
-        for event in events:
-            show(event)
-            record = event.record
-            if record and event.run in missing:
-                results.of_run[event.run] = record
-                if path:
-                    records.append(path, record)
-        return record
+    work = SimpleNamespace(stop=False)
 
-    try:
-        with interrupt.raising(), runner.Runner(common, tokens) as started:
-            if first and reference and not can_write(reference.parent):
-                # the cache folder cannot be written: keep the file only until this command ends
-                reference = started.folder / reference.name
-            with runs_progress(n_run, common.n_tokens - 1) as show:
-                if first:
-                    record = watched(started.run([first], against=reference, writes=True))
-                    if record and "error" in record:
-                        say("the full cache failed, so KL, top-1 and differences to it are missing")
-                        has_full, reference, missing = False, None, results.missing()
-                    missing = [run for run in missing if run is not first]
-                watched(started.run(missing, jobs=jobs, against=reference))
-    except KeyboardInterrupt:
-        n_kept = len(results.grid) - len(results.missing())
-        raise output.Stopped(output.stopped(path, n_kept, len(results.grid), "runs")) from None
+    def done(run: Run, *, writes: bool = False) -> bool:
+        """Do a run, show its progress, and store its record if the run is in `missing`.
+
+        Returns False if the run failed. Raises KeyboardInterrupt after Ctrl-C.
+        """
+
+        def report(n: int, nll: float) -> None:
+            show(run, n, nll)
+            if work.stop:
+                raise KeyboardInterrupt
+
+        show(run)
+        record = grid.identity(common, run) | outcome(model, run, tokens, reference, report, writes=writes)
+        show(run, record=record)
+        if run in missing:
+            results.of_run[run] = record
+            if path:
+                records.append(path, record)
+        return "error" not in record
+
+    with ExitStack() as stack:
+        if first and reference and not can_write(reference.parent):
+            # the cache folder cannot be written: keep the file only until this command ends
+            folder = stack.enter_context(TemporaryDirectory(prefix="kvtool-"))
+            reference = Path(folder) / reference.name
+        n_cell = max(_n_cell(run, common.n_ctx) for run in missing)
+        model = stack.enter_context(loaded_model(common.options, file, n_cell=n_cell, say=say))
+        # stdout is for the result: a user's policy may also print
+        stack.enter_context(redirect_stdout(sys.stderr))
+        show = stack.enter_context(runs_progress(n_run, common.n_tokens - 1))
+        try:
+            with stopping(work):
+                if first and not done(first, writes=True):
+                    say("the full cache failed, so KL, top-1 and differences to it are missing")
+                    has_full, reference, missing = False, None, results.missing()
+                for run in missing:
+                    if run is not first:
+                        done(run)
+        except KeyboardInterrupt:
+            n_kept = len(results.grid) - len(results.missing())
+            raise output.Stopped(output.stopped(path, n_kept, len(results.grid), "runs")) from None
     return has_full
+
+
+def _n_cell(run: Run, n_ctx: int) -> int:
+    """Return the largest number of cells that a row of the run's cache needs."""
+    from kvtool.engine import residents
+
+    n, resident = run.policy.n_live + run.settings.n_batch, run.settings.resident
+    return n + residents.n_cells(resident, n_ctx) if resident and run.recalls else n
 
 
 def _finish(
@@ -299,15 +305,6 @@ def _finish(
     as_json: bool,
     has_full: bool,
 ) -> None:
-    if path:
-        from kvtool.measure import records
-
-        def order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            # the file may have new records of another process, so use these records as well
-            results.add(records)
-            return results.stored()
-
-        records.rewrite(path, order)
     rows = results.compared()
     text = results.common.what["text"]
     if as_json:

@@ -328,7 +328,6 @@ def _too_long(reader: Reader, n: int) -> str | None:
 def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     """Return a record's fields that describe the model, the options and the versions, but not the task."""
     from kvtool.config import archive
-    from kvtool.llama.loaded.adapters import identities
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
@@ -336,9 +335,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
     recalls = kind.has_recall()
     limit = archive.limit(run.archive, run.archive_file)
     return {
-        "model": path.name,
-        "model_sha256": sha256(path),
-        "lora": identities(run.adapters),
+        **records.identity(run, path),
         "chat_template_sha256": sha256(Path(run.chat_template)) if run.chat_template else None,
         "policy": run.policy,
         "policy_sha256": policies.file_sha256(run.policy),
@@ -347,7 +344,6 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
         **run.record_values(),
         "archive": (limit or None) if recalls else None,
         "archive_type": run.archive_type if recalls else None,
-        **records.versions(),
     }
 
 

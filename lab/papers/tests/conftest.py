@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvtool.measure import records
-from lab.papers import tables
+from lab.papers import runner, tables
 from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
 from lab.papers.experiments.kinds import Experiment
@@ -16,7 +15,7 @@ def keep(monkeypatch, tmp_path):
     def make(stored, *shown, model="Llama"):
         monkeypatch.setitem(RUNS, "made-up", EvalRun("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown, model))
-        records.rewrite(tmp_path / "made-up.jsonl", lambda _: stored)
+        runner.rewrite(tmp_path / "made-up.jsonl", lambda _: stored)
         return tmp_path
 
     return make

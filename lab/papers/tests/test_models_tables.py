@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvtool.measure import records
-from lab.papers import tables
+from lab.papers import runner, tables
 from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS, kinds
 from lab.papers.experiments.kinds import Experiment, ScoreTable
@@ -18,7 +17,7 @@ def two_models(monkeypatch, tmp_path, large_score):
     for model, stored in scores.items():
         name = f"made-up{model}"
         monkeypatch.setitem(RUNS, name, EvalRun("qa", ("qa.jsonl",), ("full",), (), model=model))
-        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, stored=stored: lines(full=stored))
+        runner.rewrite(tmp_path / f"{name}.jsonl", lambda _, stored=stored: lines(full=stored))
     shown = ScoreTable("f1"), ScoreTable("acc_norm", ("of",))
     runs = tuple(f"made-up{model}" for model in scores)
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(runs, shown))
@@ -51,7 +50,7 @@ def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tm
     for name, stored in of_model.items():
         model = "" if name == "small" else "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
         monkeypatch.setitem(RUNS, name, EvalRun("qa", ("qa.jsonl",), ("full",), (), model=model))
-        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, stored=stored: stored)
+        runner.rewrite(tmp_path / f"{name}.jsonl", lambda _, stored=stored: stored)
     # a row without measurements is not shown
     table = ScoreTable("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (table,), together=True))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvtool.measure import records, statistics
+from lab.benchmarks.blocks import joined
 from lab.papers import index, places, tables, verdicts
 from lab.papers.commands import CompareRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
@@ -118,7 +119,7 @@ def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
         {**of_blocks, "label": "h2o", "scores": {"nll": (means + 0.1).tolist()}},
     ]
     text = measured(stored, ScoreTable("nll", against="buzz"))
-    nll, error = statistics.mean_error(*statistics.joined(means * counts, counts))
+    nll, error = statistics.mean_error(*joined(means * counts, counts))
     assert f"| `buzz` | {np.exp(nll):.2f} ±{np.exp(nll) * error:.2f} |" in text
     assert f"| `h2o` | {np.exp(nll + 0.1):.2f} ±{np.exp(nll + 0.1) * error:.2f} worse |" in text
     assert "*1,001 tokens" in text

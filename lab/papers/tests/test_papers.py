@@ -352,8 +352,8 @@ def test_a_plan_says_what_is_missing_and_what_it_costs(monkeypatch, tmp_path):
     monkeypatch.setitem(RUNS, "large", large)
     monkeypatch.setitem(EXPERIMENTS, "made-up", kinds.Experiment(("small", "large")))
     monkeypatch.setitem(EXPERIMENTS, "shares-it", kinds.Experiment(("small",)))
-    records.rewrite(tmp_path / "small.jsonl", lambda _: [{"label": "h2o", "budget": "64", "items": ["a"]}])
-    records.rewrite(tmp_path / "large.jsonl", lambda _: [{"label": "full", "budget": None, "items": ["a"]}])
+    runner.rewrite(tmp_path / "small.jsonl", lambda _: [{"label": "h2o", "budget": "64", "items": ["a"]}])
+    runner.rewrite(tmp_path / "large.jsonl", lambda _: [{"label": "full", "budget": None, "items": ["a"]}])
     small = "(SmolLM2-135M-Instruct): 10 minutes; 1 of 2 commands missing, about 5 minutes"
     assert list(runner.plan(["made-up", "shares-it"], tmp_path)) == [
         f"made-up {small}",
