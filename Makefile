@@ -38,10 +38,10 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2
 # before a stage that is asked for by itself; `make test` has seen to it
 NEEDED := library $(READY)
-STAGES := lint test-patches test-unjitted test-bounds test-plain
+STAGES := lint test-patches test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-claude check-tests check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -56,7 +56,8 @@ help:
 	@echo 'for those who change the code:'
 	@echo 'make check-dist   install the wheels of make dist without a compiler, and run them; takes minutes'
 	@echo 'make test         set up, then run every check: $(STAGES)'
-	@echo 'make test-long    the same with every size, kill, random call and build of wheels; takes long'
+	@echo 'make test-long    the same with every size, kill, random call and build of wheels, and the tests of lab/;'
+	@echo '                 takes long'
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
 	@echo 'make check-stock  compare the logits of the two, bit by bit; DIR=folder: of the models there, too'
@@ -70,13 +71,9 @@ help:
 	@echo '                 ARGS="--only 2a,2b" measures some parts'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
-	@echo 'make check-claude use kvtool serve from Claude Code, which npm installs to build/claude'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
-	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd, and kill it amid streams'
+	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
-	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
-	@echo 'make check-chance run the tests that start processes 30 times, and report which fail by chance;'
-	@echo '                 takes hours; ARGS="-n 5 --busy 2 tests/serve/test_serve.py" for fewer, on a busy machine'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
 	@echo '                 see lab/papers/README.md'
 	@echo 'make papers-tables  write the tables of the documents from lab/papers/records'
@@ -144,15 +141,13 @@ test-patches: $(NEEDED)
 	@$(PY) patches/sync.py check
 	@$(PYTEST) $(PATCH_TESTS)
 
-test-unjitted: $(NEEDED)
-	@NUMBA_DISABLE_JIT=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
-
 # an index is as wrong in code that is hardly optimized, which compiles in two thirds of the time
 test-bounds: $(NEEDED)
 	@NUMBA_BOUNDSCHECK=1 NUMBA_OPT=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
+# the laboratory's tests too, if all is asked for
 test-plain: $(NEEDED)
-	@$(PYTEST) $(WORKERS) $(LONG) $(addprefix --ignore=,$(PATCH_TESTS))
+	@$(PYTEST) $(WORKERS) $(LONG) tests $(if $(LONG),lab) $(addprefix --ignore=,$(PATCH_TESTS))
 
 stock: $(PY)
 	@$(PY) -m kvtool.build --stock
@@ -216,18 +211,6 @@ check-page: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check 'playwright>=1.50,<2' >&2
 	@$(ONE_THREAD) $(PY) -m tests.tools.check_page $(ARGS)
 
-# its models are dictated what they answer: nothing leaves the machine but the download
-check-claude: setup
-	@npm install --silent --no-fund --no-audit --prefix build/claude @anthropic-ai/claude-code@2 >&2
-	@$(ONE_THREAD) $(PY) -m tests.tools.check_claude build/claude/node_modules/.bin/claude $(ARGS)
-
-# the faults of the C++ need a build each
-check-tests: setup
-	@$(ONE_THREAD) $(PY) tests/tools/planted.py $(PARTS)
-
-check-chance: setup
-	@$(ONE_THREAD) $(PY) -m tests.tools.repeat $(ARGS)
-
 fuzz: setup
 	@$(ONE_THREAD) $(PY) -m tests.fuzz.fuzz_gguf --n 2000 --keep fuzz-found
 	@$(ONE_THREAD) $(PY) -m tests.fuzz.fuzz_api --n 10000
@@ -237,7 +220,6 @@ fuzz-serve: setup
 	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz.fuzz_serve
 	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz.fuzz_serve --api messages --requests 12000
 	@$(ONE_THREAD) $(PY) -m tests.serve.crowd_serve
-	@$(ONE_THREAD) $(PY) -m tests.serve.killed_streams
 
 # Python itself is built without the sanitizer, so its library has to be loaded first
 fuzz-sanitized: $(READY)

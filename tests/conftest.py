@@ -29,8 +29,8 @@ from tests import tiny, tiny_kinds  # noqa: E402
 
 LONGEST = (
     *("exactness", "policies", "kinds", "serve_clients", "serve_faults", "serve", "chat_session"),
-    *("chat_terminal", "cli", "help", "archive", "grammar", "encodings", "sliding", "tasks", "recall"),
-    *("faults", "prefill"),
+    *("chat_terminal", "cli", "help", "archive", "constraint", "encodings", "sliding", "tasks"),
+    *("recall", "kvzip", "faults", "serve_forced", "prefill"),
 )
 """The test files that take longest. They run first, so that all workers end at about the same time."""
 

@@ -45,6 +45,10 @@ TEMPLATES = {
 MARKER = re.compile(r"<\|.+?\|?>|<\w+\|>|<｜.+?｜>|</?\w+>|\[/?[A-Z_]+\]")
 
 
+EACH_TEMPLATE = pytest.mark.share(1, "model")
+"""Each template with one of the two vocabularies; --long: with both."""
+
+
 def markers(start, end, call):
     text = "".join(start.replace("%s", role) for role in ROLES) + end + call
     return sorted({*MARKER.findall(text)} - {"</s>"})
@@ -128,6 +132,7 @@ def text_of(model, tokens):
     return b"".join(model.piece(token, special=True) for token in tokens.tolist()).decode()
 
 
+@EACH_TEMPLATE
 def test_markers_in_texts_never_become_control_tokens(model, template):
     rendering = Rendering(model, template)
     harmless = special(model, rendering.whole(*chat("x"))[0])
@@ -141,6 +146,7 @@ def test_markers_in_texts_never_become_control_tokens(model, template):
             assert text_of(model, tokens).replace("▁", " ").count(text.replace("▁", " ")) >= N_TEXT
 
 
+@EACH_TEMPLATE
 def test_texts_without_markers_are_tokenized_as_one_text(model, template, shape):
     plain = Template(source(*shape), "", "")
     for text in ("x", "a <b>bold</b> [INST <| word", "  two  <think>", 'ü "quoted"\n\n', "a<", ""):
@@ -150,6 +156,7 @@ def test_texts_without_markers_are_tokenized_as_one_text(model, template, shape)
         assert actual[1] == before[1]
 
 
+@EACH_TEMPLATE
 def test_text_between_two_markers_is_tokenized_as_one_plain_text(model, template):
     # leave out markers that llama.cpp finds even in plain text (`is_word`; gpt-oss has one)
     text = f"a  b<think> {'c '.join(each for each in model.markers if not model.markers.is_word(each))}"
@@ -168,6 +175,7 @@ def test_text_between_two_markers_is_tokenized_as_one_plain_text(model, template
             assert tokens_of(model, whole, start=start).tolist() == wanted
 
 
+@EACH_TEMPLATE
 def test_long_chat_tokenized_in_parts_gives_the_same_tokens(model, template, monkeypatch):
     text = template.render([message(role, f"<b>  {n}<think> ") for n in range(30) for role in ROLES[1:3]])
     assert len(text) <= marks._LONG

@@ -272,19 +272,14 @@ def test_a_token_may_be_named_by_its_number(engine):
 
 
 ENDLESS = {
-    "optional parts": "root ::= " + "(" * 4 + '"a"?' + "){50}" * 4,
     "many optional parts": "root ::= " + "(" * 4 + '"a"?' + "){2000}" * 4,
     "deep": "root ::= " + "(" * 100_000 + "[a]" + ")" * 100_000,
-    "a chain": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(12_000)) + "r12000 ::= [a]",
     "a chain that is recursive": "root ::= r0\n"
     + "".join(f"r{i} ::= r{i + 1} [b]?\n" for i in range(9_000))
     + "r9000 ::= [a] root?",
     "itself": "root ::= root",
     "itself and more": 'root ::= root root | ""',
-    "right recursion": 'root ::= [a-z] root | ""',
-    "ambiguous": "root ::= x x x x x\nx ::= x x | [a-z]",
     "counts": "root ::= [a]{1000000000} [b]{1000000000,}",
-    "a great text": "root ::= " + "[a-z] " * 40_000,
     "options": "root ::= " + " | ".join(f'[a-z]+ "{n}"' for n in range(9_000)),
 }
 """Small grammars on which a careless parser never ends, or runs out of memory or stack."""

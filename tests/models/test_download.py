@@ -457,7 +457,9 @@ def test_download_must_have_the_hash_of_models_txt(site, model):
     assert list(catalogue.models_dir().iterdir()) == []
 
 
-def test_failing_server_of_models_txt_gives_a_one_line_error(site):
+def test_failing_server_of_models_txt_gives_a_one_line_error(site, monkeypatch):
+    # huggingface_hub waits 23 s before its last try
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     site.errors["/o/r/resolve/main/tiny.gguf"] = (503, {}, b"")
     with pytest.raises(ModelError, match=r"cannot download tiny\.gguf: .*503.*without a network") as error:
         download.pull(entry_of())

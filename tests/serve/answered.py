@@ -97,15 +97,19 @@ class Answering:
         return b"".join(pieces).decode(errors="replace")
 
 
+def slot_of(engine, renderings, chats, batcher=None):
+    """Return a slot of `kvtool serve`, without HTTP."""
+    batcher = batcher or StepBatcher(ComputeLock(), 1)
+    writer = Writer(engine, Sampler(engine.model))
+    return Slot(writer, renderings, chats, "forget", lambda chat: {"fixed": {}}, batcher)
+
+
 @contextmanager
 def answering(model, source, folder, policy="full", budget=64, **defaults):
     """Open a slot for a model and a chat template (its source text). Yield the slot's Answering."""
     recall = ["search=all"] if policy == "recall" else []
     fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
-        chats = ChatStore(folder, 10**9, {})
         renderings = Renderings(model, Template(source, "", "", model.markers))
-        rest = "forget", lambda chat: {"fixed": {}}, StepBatcher(ComputeLock(), 1)
-        slot = Slot(Writer(engine, Sampler(model)), renderings, chats, *rest)
-        with closing(chats):
-            yield Answering(slot, Defaults(**defaults))
+        with closing(ChatStore(folder, 10**9, {})) as chats:
+            yield Answering(slot_of(engine, renderings, chats), Defaults(**defaults))

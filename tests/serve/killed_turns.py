@@ -21,18 +21,15 @@ from types import SimpleNamespace
 
 from kvtool import policies
 from kvtool.chats.prompt import template_of
-from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import SessionError
 from kvtool.llama.loaded.model import Model
-from kvtool.llama.sampler import Sampler
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
-from kvtool.serve.batching import ComputeLock, StepBatcher
 from kvtool.serve.rendering import Renderings
-from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
+from tests.serve.answered import slot_of
 from tests.serve.asking import message
 
 CALLS = ("replace", "link", "unlink", "fsync")
@@ -49,16 +46,9 @@ class SlotServer:
         params = ["search=all"] if policy == "recall" else []
         settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
         engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
-        writer = Writer(engine, Sampler(model))
         # 600,000 bytes are too few for all chats, so some chats are deleted
-        self.slot = Slot(
-            writer,
-            Renderings(model, template_of(model)),
-            ChatStore(folder, 600_000, {}),
-            "forget",
-            lambda chat: {"fixed": {}},
-            batcher=StepBatcher(ComputeLock(), 1),
-        )
+        chats = ChatStore(folder, 600_000, {})
+        self.slot = slot_of(engine, Renderings(model, template_of(model)), chats)
 
     def ask(self, messages):
         """Return (reply, number of cached tokens, number of tokens that the chat has now)."""

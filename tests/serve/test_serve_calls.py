@@ -104,10 +104,13 @@ def joined(events):
 
 
 def check_cuts(format, text, expected):
-    """Check the events for a text that comes in one piece, in two pieces, or character by character."""
+    """Check the events for a text that comes in one piece, in two pieces, or character by character.
+
+    About 40 places are tried as the border of two pieces.
+    """
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
-    for at in range(1, len(text)):
+    for at in range(1, len(text), len(text) // 40 + 1):
         assert parsed(format, [text[:at], text[at:]]) == expected, text[:at]
 
 
@@ -152,7 +155,7 @@ def test_call_after_a_thought_is_found_and_a_call_in_it_is_not(format, text, cal
     assert thought == f"\nI call it: {text}\n"
 
 
-@pytest.mark.share(7, "format")
+@pytest.mark.share(2, "format")
 @each_format
 @pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
 def test_broken_calls_and_calls_of_unknown_tools_are_text(format, inside):
@@ -282,6 +285,7 @@ def test_formats_with_json_calls_are_as_listed():
 WRAPS = [("```json", "```"), ("<tools>", "</tools>")]
 
 
+@pytest.mark.share(3, "format")
 @each_json_format
 @pytest.mark.parametrize(("opening", "close"), WRAPS)
 @pytest.mark.parametrize(("inside", "calls"), BLOCKS.values(), ids=BLOCKS)
@@ -296,6 +300,7 @@ def test_code_block_with_calls_is_parsed_as_calls(format, inside, calls, opening
     check_cuts(format, f"\n{inside}\n", calls)
 
 
+@pytest.mark.share(3, "format")
 @each_json_format
 @pytest.mark.parametrize(("opening", "close"), WRAPS)
 @pytest.mark.parametrize("inside", NO_BLOCKS)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from urllib.parse import urlsplit
@@ -18,17 +19,21 @@ import pytest
 from tests import forked
 from tests.fuzz import fuzz_serve
 from tests.held import PATIENCE_S, until
-from tests.serve import asking, crowd_serve, killed_streams
+from tests.serve import asking, crowd_serve
 from tests.serve.asking import message, request
 from tests.serve.crowd_serve import RECALL, reply_to
 from tests.serve.gone import GONE
-from tests.serve.killed_streams import kill_amid, options_of
 from tests.serve.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
 
 ask = partial(asking.ask, max_tokens=8, temperature=0)
 EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
+
+
+def options_of(policy):
+    options = ("--policy", policy, "--budget", "64", "--evict-every", "16")
+    return options + (RECALL if policy == "recall" else ())
 
 
 @pytest.fixture
@@ -88,6 +93,21 @@ def test_kill_at_any_file_operation_loses_no_turn(model, tmp_path, share_of, pol
     assert int(done.stdout.split()[1]) > 25
 
 
+def kill_amid(server, talks, is_time):
+    """Call all `talks` in parallel. Kill the server once is_time() is true or one of the calls has ended.
+
+    Raises the error of a call that failed.
+    """
+    with ThreadPoolExecutor(len(talks)) as pool:
+        threads = [pool.submit(talk) for talk in talks]
+        try:
+            until(lambda: is_time() or any(thread.done() for thread in threads))
+        finally:
+            server.kill()
+    for thread in threads:
+        thread.result()
+
+
 @EACH_POLICY
 def test_kill_during_20_streams_loses_no_finished_turn(model, tmp_path, policy):
     chats = [[] for _ in range(20)]
@@ -124,14 +144,6 @@ def test_kill_during_20_streams_loses_no_finished_turn(model, tmp_path, policy):
             for n in range(0, len(chat), 2):
                 assert ask(server.url, chat[: n + 1]).reply == chat[n + 1]
             assert not answer or ask(server.url, [*chat, message("user", "And?")]).reply == answer.reply
-
-
-@EACH_POLICY
-def test_kills_during_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, share_of, policy):
-    n = share_of(3, 20)
-    counts = killed_streams.run(model, policy, tmp_path, n)
-    assert counts["streams cut"] >= n
-    assert counts["turns"] > n
 
 
 @EACH_POLICY

@@ -201,7 +201,7 @@ def schema_of(what):
     return {"type": "object", "properties": AWKWARD[what][0], "$defs": {"colour": colour}}
 
 
-@pytest.mark.share(5, "format")
+@pytest.mark.share(2, "format")
 @each_format
 @pytest.mark.parametrize("what", AWKWARD)
 def test_difficult_schemas_are_forced_in_the_models_or_hermes_format(engine, format, what):
@@ -229,6 +229,7 @@ def test_difficult_schemas_are_forced_in_the_models_or_hermes_format(engine, for
         ("a list of a definition", ["blue"]),
     ],
 )
+@pytest.mark.share(4, "format")
 @each_format
 def test_difficult_schemas_exclude_invalid_values(engine, format, what, value):
     rules = forced(engine, format, check_tools([tool("f", schema_of(what))]))

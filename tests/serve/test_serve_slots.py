@@ -14,12 +14,10 @@ import pytest
 
 from kvtool import policies
 from kvtool.chats.prompt import template_of
-from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.loaded.model import Model
-from kvtool.llama.sampler import Sampler
 from kvtool.serve import batching, pool, rendering
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
@@ -28,10 +26,10 @@ from kvtool.serve.batching import ComputeLock, StepBatcher
 from kvtool.serve.pool import SlotPool
 from kvtool.serve.queue import JobQueue
 from kvtool.serve.rendering import Renderings
-from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 from kvtool.serve.store.resumer import Resumer
 from tests.held import PATIENCE_S, until
+from tests.serve.answered import slot_of
 from tests.serve.asking import ask, connected, message
 from tests.serve.serving import serving
 
@@ -100,9 +98,7 @@ class Serving:
                 raise OutOfMemory("there is none")
             settings = Settings(n_batch=n_batch, n_threads=1, archive_type="f16")
             engine = stack.enter_context(closing(Engine(model, fitted, settings)))
-            writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
-            rest = "forget", meta, self.batcher
-            return Slot(writer, renderings, chats, *rest)
+            return slot_of(engine, renderings, chats, self.batcher)
 
         self.batcher = stack.enter_context(closing(StepBatcher(self.lock, n, self.lines.append)))
         self.slots_made = []
@@ -422,8 +418,9 @@ def test_full_queue_refuses_requests_until_one_is_cancelled(talker, tmp_path, on
         long = [server.put(question(i), n_max=10**6) for i in range(2)]
         until(lambda: all(job.events and job.events[-1]["kind"] == "piece" for job in long))
         third = [server.put(question(i)) for i in (2, 3)]
-        with pytest.raises(ApiError, match=r"the queue is full \(2 waiting\)"):
+        with pytest.raises(ApiError, match=r"the queue is full \(2 waiting\)") as caught:
             server.put(question(4))
+        assert caught.value.status == 429
         assert [len(server.jobs.running), len(server.jobs)] == [2, 2]
         long[0].cancel()
         assert all(job.text for job in third)

@@ -408,6 +408,7 @@ def agent(serve, opens, sends):
     yield list(messages), None
 
 
+@pytest.mark.share(1, "policy")
 @pytest.mark.parametrize("policy", ["full", "recall", "h2o"])
 @pytest.mark.parametrize("sends", [True, False], ids=["sends", "keeps"])
 @pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
@@ -425,7 +426,7 @@ def test_cache_of_a_chat_with_thoughts_equals_a_fresh_reading(
 @needs_published
 def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp_path, share_of):
     names = sorted(published.templates().keys() - WANT_FUNCTIONS)
-    for name in names[:: share_of(3, 1)]:
+    for name in names[:: share_of(8, 1)]:
         source = published.templates()[name]
         template = Template(source, "", "", bytewise.markers)
         if not template.has_thoughts:

@@ -129,6 +129,31 @@ def with_uv(place: Place, wheels: list[Path]) -> list[object]:
     return [place.folder / "home/.local/bin/kvtool"]
 
 
+def with_build(place: Place, wheels: list[Path]) -> list[object]:
+    """Install kvtool's wheel alone. `kvtool build` then finds the other wheel in $KVTOOL_WHEELS."""
+    from kvtool import policies
+    from kvtool.models.catalogue import registry
+
+    python = new_environment(place.folder / "env")
+    place.run(python, "-m", "pip", "install", "-q", wheels[0])
+    kvtool: list[object] = [python.parent / "kvtool"]
+    code = "import kvtool.system.paths as paths; print(paths.checkout(), paths.__file__)"
+    root, _, file = place.run(python, "-c", code).strip().partition(" ")
+    assert root == "None", root
+    assert Path(file).resolve().is_relative_to(place.folder.resolve()), file
+    assert place.run(*kvtool, "perplexity", "-", stdin=TEXT, codes=(4,)) == ""
+    assert "there is no llama.cpp yet; build it: kvtool build" in place.run(*kvtool, "doctor", codes=(1,))
+    listed = place.run(*kvtool, "models", "list", "--all", env={"COLUMNS": "200"})
+    assert all(name in listed for name in registry()), listed
+    shown = json.loads(place.run(*kvtool, "policies", "--json"))
+    assert {policy["name"] for policy in shown} == set(policies.names()), shown
+    env = {"KVTOOL_WHEELS": str(wheels[1].parent)}
+    for start in ("installed: llama.cpp for ", "already installed: llama.cpp for "):
+        (line,) = place.run(*kvtool, "build", env=env).splitlines()
+        assert line.startswith(start), line
+    return kvtool
+
+
 def with_make(place: Place, wheels: list[Path]) -> list[object]:
     """Run `make setup` in a copy of the checkout. KVTOOL_WHEELS names the folder of the wheels."""
     copy = place.folder / "checkout"
@@ -141,7 +166,8 @@ def with_make(place: Place, wheels: list[Path]) -> list[object]:
     return [copy / ".venv/bin/kvtool"]
 
 
-STAGES = {"pip": with_pip, "name": with_pip_by_name, "pipx": with_pipx, "uv": with_uv, "make": with_make}
+STAGES = {"pip": with_pip, "name": with_pip_by_name, "pipx": with_pipx, "uv": with_uv, "build": with_build}
+STAGES["make"] = with_make
 
 
 def variants(place: Place, kvtool: list[object], model: str, expected: dict[str, float]) -> None:

@@ -1,10 +1,12 @@
 """C++ checks of the archive in patches/src.
 
-It is compiled here, and linked with ggml but not with llama.cpp.
+It is compiled here, and linked with ggml but not with llama.cpp. Compiling takes half a minute, so kvtool's
+cache folder keeps the program for as long as the sources are the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ import pytest
 
 from kvtool.build import sources
 from kvtool.llama.libllama.bindings import lib
+from kvtool.system.paths import cache_dir
 from tests.held import PATIENCE_S
 
 SRC = sources.patches_dir() / "src"
@@ -44,7 +47,24 @@ def unpack_headers(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("archive")
+    libraries = Path(lib._name).resolve().parent
+    inputs = [sources.patches_dir() / "UPSTREAM", CHECKS, Path(__file__)]
+    inputs += sorted(path for path in SRC.rglob("*") if path.is_file())
+    digest = hashlib.sha256(f"{libraries} {COMPILER}".encode())
+    for path in inputs:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    kept = cache_dir() / "archive_checks" / digest.hexdigest()[:16]
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        # runs at the same time write equal programs: the last one stays
+        part = kept.with_suffix(f".{os.getpid()}")
+        compile_checks(tmp_path_factory.mktemp("archive"), libraries, part)
+        part.replace(kept)
+    return kept
+
+
+def compile_checks(folder: Path, libraries: Path, path: Path) -> None:
+    """Compile the archive and its checks in this folder, and write the program to `path`."""
     unpack_headers(folder)
     # an include path for "../ggml/src/...", as in llama.cpp
     (folder / "src").mkdir()
@@ -59,11 +79,8 @@ def program(tmp_path_factory):
     for name, text in (("archive", library), ("checks", f'#include "{CHECKS}"\n')):
         objects.append(folder / f"{name}.o")
         subprocess.run([*command, "-o", objects[-1]], input=text, text=True, check=True, timeout=PATIENCE_S)
-    libraries = Path(lib._name).resolve().parent
     link = [f"-L{libraries}", "-lggml", "-lggml-base", f"-Wl,-rpath,{libraries}", "-pthread"]
-    path = folder / "archive_checks"
     subprocess.run([COMPILER, *objects, *link, "-o", path], check=True, timeout=PATIENCE_S)
-    return path
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -88,12 +88,15 @@ def test_chat_picture_shows_the_default_policy_and_no_forgotten_tokens():
     assert "url(" not in read(DOCS / "chat.svg").replace("url(#", "")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_line_of_prose_is_longer_than_140_characters(path):
-    assert [f"{path.name}:{number}" for number, line in prose(path) if len(line) > 140] == []
+def test_no_line_of_prose_is_longer_than_140_characters():
+    lines = ((path, number, line) for path in PAGES for number, line in prose(path))
+    assert [f"{path.relative_to(ROOT)}:{number}" for path, number, line in lines if len(line) > 140] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+EACH_PAGE = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@EACH_PAGE
 def test_every_relative_link_leads_to_a_file_and_a_heading(path):
     text = "\n".join(line for _, line in prose(path)) + "\n".join(re.findall(r"^[|!].*", read(path), re.M))
     links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text))
@@ -106,26 +109,26 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path):
         assert not anchor or anchor in anchors(target), link
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    """Yield (command, name of its page) for each kvtool command in an example."""
-    for path in set(PAGES) - {DOCS / "cli.md"}:
-        # a backslash joins two lines
-        for line in read(path).replace("\\\n", " ").splitlines():
-            for part in re.split(r"[|;]|&&", line) if line.startswith("    ") else ():
-                match = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
-                if match:
-                    yield match[1], path.name
+def commands(path: Path) -> Iterator[str]:
+    """Yield each kvtool command in the examples of a page."""
+    # a backslash joins two lines
+    for line in read(path).replace("\\\n", " ").splitlines():
+        for part in re.split(r"[|;]|&&", line) if line.startswith("    ") else ():
+            match = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
+            if match:
+                yield match[1]
 
 
-@pytest.mark.parametrize(("command", "page"), sorted(set(commands())))
-def test_every_example_command_is_valid(command, page):
-    words = shlex.split(re.sub(r"\s[<>].*", "", command), comments=True)[1:]
-    called = get_command(app)
-    while hasattr(called, "commands"):
-        called = called.commands[words.pop(0)]
-    # make_context raises for an unknown option, a missing argument or a value of the wrong type. It does not
-    # run the command.
-    called.make_context(called.name, words)
+@EACH_PAGE
+def test_every_example_command_is_valid(path):
+    for command in commands(path) if path.name != "cli.md" else ():
+        words = shlex.split(re.sub(r"\s[<>].*", "", command), comments=True)[1:]
+        called = get_command(app)
+        while hasattr(called, "commands"):
+            called = called.commands[words.pop(0)]
+        # make_context raises for an unknown option, a missing argument or a value of the wrong type. It does
+        # not run the command.
+        called.make_context(called.name, words)
 
 
 SHORT = {
@@ -148,11 +151,11 @@ def short_names(text: str) -> list[str]:
     return [name for name in re.findall(r"(?<![\w-])-[a-z]{1,3}(?![\w-])", text) if name in SHORT]
 
 
-@pytest.mark.parametrize("path", sorted({*DOCS.glob("*.md")} - {DOCS / "cli.md"}), ids=lambda path: path.name)
-def test_prose_names_an_option_by_its_long_name(path):
-    # short names are allowed in a whole command, but not alone
-    named = (span for _, line in prose(path) for span in re.findall(r"`(-[^`]*)`", line))
-    assert [span for span in named if short_names(span)] == []
+def test_prose_names_an_option_by_its_long_name():
+    for path in {*DOCS.glob("*.md")} - {DOCS / "cli.md"}:
+        # short names are allowed in a whole command, but not alone
+        named = (span for _, line in prose(path) for span in re.findall(r"`(-[^`]*)`", line))
+        assert [span for span in named if short_names(span)] == [], path.name
 
 
 def test_help_names_an_option_by_its_long_name():

@@ -7,9 +7,6 @@ import builtins
 import re
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "kvtool").rglob("*.py"))
@@ -35,32 +32,16 @@ def members(node):
     return defined
 
 
-class Names(NamedTuple):
-    """Names that the package defines.
-
-    trees: the syntax tree of each file.
-    classes: the members of each class.
-    bases: the base classes of each class.
-    known: all names.
-    """
-
-    trees: dict[Path, ast.Module]
-    classes: dict[str, set[str]]
-    bases: dict[str, set[str]]
-    known: set[str]
-
-    def has(self, name, member):
-        return member in self.classes.get(name, ()) or any(
-            self.has(base, member) for base in self.bases.get(name, ())
-        )
+def texts(tree):
+    """Yield all docstrings, including the docstrings of constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            for part in node.body:
+                if isinstance(part, ast.Expr) and isinstance(getattr(part.value, "value", None), str):
+                    yield part.value.value
 
 
-@pytest.fixture(scope="module")
-def names():
-    """Names that the package defines.
-
-    They are computed only in test workers that need them.
-    """
+def test_docstrings_name_only_existing_things():
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
     classes, bases, known = {}, {}, set(dir(builtins))
     for node in chain.from_iterable(map(ast.walk, trees.values())):
@@ -71,24 +52,13 @@ def names():
             known.add(node.name)
         if isinstance(node, (ast.Name, ast.arg, ast.Attribute)):
             known.add(getattr(node, "id", None) or getattr(node, "arg", None) or node.attr)
-    return Names(trees, classes, bases, known)
 
+    def has(name, member):
+        return member in classes.get(name, ()) or any(has(base, member) for base in bases.get(name, ()))
 
-def texts(tree):
-    """Yield all docstrings, including the docstrings of constants."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            for part in node.body:
-                if isinstance(part, ast.Expr) and isinstance(getattr(part.value, "value", None), str):
-                    yield part.value.value
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_name_only_existing_things(names, path):
-    for text in texts(names.trees[path]):
+    for path, text in ((path, text) for path, tree in trees.items() for text in texts(tree)):
         for name, member in re.findall(r"\b([A-Z]\w*[a-z]\w*)\.([a-z_]+)\b", text):
-            assert name not in names.classes or names.has(name, member), f"{name}.{member}"
-        for name in re.findall(r"\b[A-Z][a-z]\w*(?:Error|Context|Policy|End|OfMemory)\b", text):
-            assert name in names.classes or name in names.known, name
-        for name in re.findall(r"`([A-Za-z_]+)`", text):
-            assert name in names.known, name
+            assert name not in classes or has(name, member), f"{path}: {name}.{member}"
+        errors = r"\b[A-Z][a-z]\w*(?:Error|Context|Policy|End|OfMemory)\b"
+        for name in re.findall(rf"{errors}|(?<=`)[A-Za-z_]+(?=`)", text):
+            assert name in known, f"{path}: {name}"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import pty
-import resource
 import signal
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
@@ -67,12 +64,6 @@ def test_fork_ends_with_the_same_output_and_exit_code(popen, code, exit_code, er
     assert (stderr, code) == (error, exit_code)
 
 
-def test_exception_in_a_fork_prints_a_traceback(popen):
-    process = popen([sys.executable, "-c", "raise ValueError(3)"], stderr=subprocess.PIPE)
-    assert process.communicate()[1].endswith(b'  File "<string>", line 1, in <module>\nValueError: 3\n')
-    assert process.returncode == 1
-
-
 GIVEN = """
 import os, sys
 print(sys.argv, sys.path[0], os.getcwd(), os.environ["KVTOOL_X"], "HOME" in os.environ, __name__)
@@ -93,54 +84,6 @@ def test_fork_has_its_arguments_environment_folder_and_streams(popen, tmp_path):
         assert (stderr, code) == (b"error\n", 0)
 
 
-def test_fork_runs_a_module_like_python_m(popen, tmp_path):
-    (tmp_path / "shown.py").write_text("import sys; print(__name__, __spec__.name, sys.argv, sys.path[0])")
-    outputs = [
-        start([sys.executable, "-m", "shown", "a"], cwd=tmp_path, stdout=subprocess.PIPE).communicate()[0]
-        for start in (popen, subprocess.Popen)
-    ]
-    assert outputs[0] == outputs[1] != b""
-
-
-def test_fork_obeys_signals_and_its_preexec_fn(popen):
-    wait = "import sys, time; print('here', flush=True); time.sleep(60)"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            # under nohup, SIGHUP is ignored by this process and its children
-            continue
-        process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        assert process.stdout.readline() == b"here\n"
-        process.send_signal(number)
-        assert process.wait(PATIENCE_S) == -number
-        process.stdout.close()
-    process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, preexec_fn=forked.deaf)
-    assert process.stdout.readline() == b"here\n"
-    process.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.2)
-    process.kill()
-    process.communicate()
-    code = "open('/dev/shm/x', 'wb').write(bytes(99))"
-    small = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (3, 3))
-    process = popen([sys.executable, "-c", code], preexec_fn=small, stderr=subprocess.PIPE)
-    assert b"Too many open files" in process.communicate()[1]
-
-
-def test_fork_sees_a_terminal_as_its_standard_streams(popen):
-    master, theirs = pty.openpty()
-    code = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty()); input()"
-    process = popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
-    os.close(theirs)
-    written = b""
-    while b"\n" not in written:
-        written += os.read(master, 100)
-    assert written == b"True True\r\n"
-    os.write(master, b"\n")
-    assert process.wait(PATIENCE_S) == 0
-    process.stderr.close()
-    os.close(master)
-
-
 def test_unsupported_calls_start_a_new_process(popen, tmp_path):
     for command, how in (
         (["true"], {}),
@@ -150,12 +93,3 @@ def test_unsupported_calls_start_a_new_process(popen, tmp_path):
     ):
         process = popen(command, **how)
         assert (process.wait(PATIENCE_S), process.is_forked) == (0, False)
-
-
-def test_run_behaves_like_subprocess_run():
-    done = forked.run([sys.executable, "-c", "print(input())"], input="a")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "")
-    with pytest.raises(subprocess.CalledProcessError):
-        forked.run([sys.executable, "-c", "raise SystemExit(1)"], check=True)
-    with pytest.raises(subprocess.TimeoutExpired):
-        forked.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)

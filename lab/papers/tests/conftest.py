@@ -6,9 +6,6 @@ from lab.papers import runner, tables
 from lab.papers.commands import EvalRun
 from lab.papers.experiments import EXPERIMENTS, RUNS
 from lab.papers.experiments.kinds import Experiment
-from tests.conftest import tiny_model
-
-__all__ = ["tiny_model"]
 
 
 @pytest.fixture
