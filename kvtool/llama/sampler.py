@@ -49,16 +49,9 @@ _N_MIROSTAT = 100
 class Sampler:
     """llama.cpp's chain of samplers, in the order of llama.cpp's command line.
 
-    Parameters
-    ----------
-    model
-        Model with the vocabulary.
-    settings
-        Settings of the samplers. Default: always the most likely token.
-    seed
-        Seed of random numbers. Default: a random seed.
-    rules
-        Rules that the text must fit, instead of the grammar or schema of the settings.
+    By default, the most likely token is sampled, and the seed is random. `rules` replaces the grammar or
+    schema of the settings. Raises UsageError for a grammar or schema that cannot be used, and a bias of a
+    token outside the vocabulary.
 
     Attributes
     ----------
@@ -66,11 +59,6 @@ class Sampler:
         Last sampled tokens, for the penalties.
     constraint
         Constraint on the next token. None if every token may follow.
-
-    Raises
-    ------
-    UsageError
-        For a grammar or schema that cannot be used, and a bias of a token outside the vocabulary.
     """
 
     def __init__(
@@ -94,10 +82,7 @@ class Sampler:
         self._begin(0, self.settings)
 
     def start(self, n: int, around: Around = _unchanged) -> None:
-        """Begin text n. Restart the grammar. The text's random numbers depend only on the seed and n.
-
-        around: makes the text's constraint.
-        """
+        """Begin text n. Restart the grammar. The text's random numbers depend only on the seed and n."""
         self._around = around
         self._begin(n, self.settings)
 

@@ -59,9 +59,7 @@ def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None,
     """Return a function that reads an option's value.
 
     If `is_text` accepts the value, the value is the text itself. Otherwise the value is the name of a file
-    with the text. An empty value becomes None.
-
-    kind: description of valid texts for error messages, such as "a JSON schema, which begins with {".
+    with the text. An empty value becomes None. kind: description of valid texts for error messages.
     """
 
     def read(raw: str | None, flag: str) -> str | None:

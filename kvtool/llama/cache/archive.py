@@ -36,16 +36,11 @@ class ArchiveSettings(NamedTuple):
 
     Attributes
     ----------
-    type
-        Number format. "q5_0/q4_0" is q5_0 for keys and q4_0 for values.
+    type, n_max, max_bytes, file
+        The values of `archive_type`, `archive`, `archive_bytes` and `archive_file` in `Settings`.
     n_near
         Distance limit in tokens. Archived tokens that are farther away are chosen and attended to as if they
         were at this distance.
-    n_max, max_bytes
-        Maximum tokens or bytes. Default: a quarter of the free memory if the archive is in memory, and half
-        of the disk's free space if it is in a file.
-    file
-        Path at which to create a file for the archive. None to keep the archive in memory.
     """
 
     type: str = "f16"
@@ -61,38 +56,21 @@ class Archive:
     It allocates memory in slabs. Slab i holds tokens i * n_block .. (i + 1) * n_block - 1 in all layers.
     Slabs are in this process's memory or in an unnamed file, whose space is freed when the process ends.
 
-    Parameters
-    ----------
-    owner
-        The cache whose tokens are archived.
-    n_layer
-        Number of layers that have rows.
-    settings
-        The limits, and the file.
+    n_layer: number of layers that have rows. Raises UsageError if the bytes, given or default, hold less than
+    two slabs, or the file cannot be created.
 
     Attributes
     ----------
-    file
-        Path at which the file was created, or None.
     n_max
         Maximum tokens. Their slabs never take more than max_bytes.
     n_block
         Number of tokens in a slab. These tokens form a block, and each block is clustered separately.
-    slab_bytes
-        Bytes of a slab.
     segments
         Saved segments of this stream, oldest first and without gaps. Later tokens are not saved yet.
-    clusters
-        Saved clusters of this stream.
     is_traced
         True if llama.cpp records the attention that `attended` returns.
     while_sealing
         Function (number of finished rows, number of rows) that `restore` calls while it computes clusters.
-
-    Raises
-    ------
-    UsageError
-        If the bytes, given or default, hold less than two slabs, or the file cannot be created.
     """
 
     def __init__(self, owner: Decoder, n_layer: int, settings: ArchiveSettings) -> None:
@@ -204,7 +182,7 @@ class Archive:
     def resident_bytes(self, n_mean: int, n_mean_set: int, n_token: int) -> int:
         """Return the size in bytes of the cells that `reside` would add.
 
-        Raises LibraryError if the model, its cache or the policy does not support residents.
+        Raises LibraryError as `reside` does.
         """
         n_bytes: int = lib.llama_kvtool_resident_bytes(self._owner.handle, n_mean, n_mean_set, n_token)
         check(n_bytes)
@@ -346,10 +324,7 @@ class Archive:
         return [(first, first < far) for first in blocks if not far <= first < near]
 
     def read_clusters(self, begin: int, end: int, is_far: bool) -> np.ndarray:
-        """Return the clusters of whole blocks as u8[], block by block.
-
-        begin, end: the blocks have the tokens at positions begin .. end - 1.
-        """
+        """Return the clusters of the blocks at positions begin .. end - 1 as u8[], block by block."""
         data = np.empty((end - begin) // self.n_block * self.membership_bytes, np.uint8)
         check(lib.llama_kvtool_get_clusters(self._owner.handle, data.ctypes.data, begin, end, is_far))
         return data
@@ -464,8 +439,7 @@ def set_layer(handle: object, layer: int, parts: list[tuple[int, np.ndarray]], b
 def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_block: int, n_bytes: int) -> bool:
     """Return True if the saved clusters can belong to tokens before position `end`.
 
-    n_block: number of tokens of a block. n_bytes: bytes of a block's clusters; 0 if the archive has no
-    clusters.
+    n_bytes: bytes of a block's clusters; 0 if the archive has no clusters.
     """
     if CLUSTERS not in saved or not n_bytes:
         return True

@@ -13,10 +13,7 @@ from kvtool.llama.libllama.bindings import api
 class Batch:
     """Up to n tokens for llama_decode.
 
-    Attributes
-    ----------
-    raw
-        The llama_batch struct, which points into this object's arrays.
+    raw: the llama_batch struct, which points into this object's arrays.
     """
 
     def __init__(self, n: int) -> None:

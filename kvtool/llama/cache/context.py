@@ -1,4 +1,4 @@
-"""A cache of the patched llama.cpp, in which each row has its own evictions."""
+"""A cache that policies edit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ GROUPS = {"sum": 0, "max": 1, "first": 2}
 class Context(Decoder):
     """A cache of the patched llama.cpp, in which each row has its own evictions.
 
-    Sliding layers have no rows: llama.cpp manages their cells.
+    Sliding layers have no rows: llama.cpp manages their cells. Raises ModelError if the model's layers have
+    no rows, and OutOfMemory if there is no memory for the cache or the signals.
 
     Parameters
     ----------
-    request
-        The signals that a policy requests.
-    ragged
-        True if rows may hold different numbers of cells.
     n_filled
         Number of cells that steps fill from the archive. These cells follow the live cells. 0: as many as the
         request needs.
@@ -45,15 +42,11 @@ class Context(Decoder):
     n_defer
         Maximum queries that steps store, so that signals of several steps are computed together. This needs
         flash attention. If 0, each step computes its own signals.
-    archive
-        Settings of the archive, if the policy recalls.
     how
         Other arguments of `Decoder`.
 
     Attributes
     ----------
-    n_row
-        Number of rows.
     n_dim
         Length of a key; the maximum if layers differ.
     row_layers
@@ -66,13 +59,6 @@ class Context(Decoder):
         The last queries. None unless the request has the signal FUTURE.
     fixed_state
         State of sliding and recurrent layers; None without such layers.
-
-    Raises
-    ------
-    ModelError
-        If the model's layers have no rows.
-    OutOfMemory
-        If there is no memory for the cache or the signals.
     """
 
     def __init__(
@@ -266,7 +252,8 @@ class Context(Decoder):
         """Edit the cache: first merge values, then move cells. Afterwards cells 0 .. n_keep - 1 are live.
 
         All signals are cleared except RECENT. The values of RECENT move along with the cells. If cells are
-        hidden, RECENT is also cleared.
+        hidden, RECENT is also cleared. Raises LibraryError for an invalid index or an invalid pair of moves.
+        The cache is then unchanged.
 
         Parameters
         ----------
@@ -288,11 +275,6 @@ class Context(Decoder):
             -n_hidden.
         force_graph
             True to edit by a graph even if the cache is in host memory, where it could be edited directly.
-
-        Raises
-        ------
-        LibraryError
-            For an invalid index or an invalid pair of moves. The cache is then unchanged.
         """
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
         edit = Edit(n_move=len(moves), n_keep=n_keep, pos_0=pos_0, n_hidden=n_hidden, force_graph=force_graph)

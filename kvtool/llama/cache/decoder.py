@@ -31,7 +31,7 @@ _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 def check_finite(values: np.ndarray | float, cache: Decoder | None = None) -> None:
     """Raise an error if a value is not finite: PlanError if a policy has merged values, else ModelError.
 
-    values: logits, or numbers that are computed from them. cache: the cache of these logits, if it is known.
+    values: logits, or numbers that are computed from them. cache: None if the cache is not known.
     """
     if not np.isfinite(values).all():
         kind = PlanError if cache and cache.has_merged else ModelError
@@ -39,39 +39,30 @@ def check_finite(values: np.ndarray | float, cache: Decoder | None = None) -> No
 
 
 class Decoder:
-    """A cache with n_cell cells for one sequence, and the decode that fills it. Works with any llama.cpp.
+    """A cache with n_cell cells for one sequence.
+
+    Raises UsageError if the model is closed, or if the type of V cannot be used with the model and this
+    setting of flash attention. Raises OutOfMemory or LibraryError if llama.cpp cannot make the cache.
 
     Parameters
     ----------
-    n_cell
-        Number of cells.
     n_batch
         Maximum tokens decoded at once; at most n_cell.
+    ragged
+        True if rows may hold different numbers of cells. Only a `Context` can have such rows.
     n_output
         Maximum tokens of a decode that give logits.
     n_earlier
         Number of earlier states of recurrent layers that llama.cpp keeps. The last n_earlier tokens can then
         be removed.
-    type_k, type_v
-        Types of keys and values, by their names in `CACHE_TYPES`.
-    flash
-        Flash attention: "on", "off" or "auto".
+    type_k, type_v, flash
+        See `Settings`.
     n_threads
         CPU threads. Default: `Threads` chooses, at most one per core.
-    ragged
-        True if rows may hold different numbers of cells. Only a `Context` can have such rows.
     on_tensor
         llama.cpp's callback for each operation of a decode.
     context_type
         llama.cpp's number of the context's type. Default: a context of the model's ordinary layers.
-
-    Raises
-    ------
-    UsageError
-        If the model is closed, or if the type of V cannot be used with the model and this setting of flash
-        attention.
-    OutOfMemory, LibraryError
-        If llama.cpp cannot make the cache.
 
     Attributes
     ----------

@@ -16,13 +16,7 @@ _TABLE_BYTES = 8
 
 
 class FullContext(Decoder):
-    """A cache of one row, which keeps all tokens until it is cleared. llama.cpp manages its cells.
-
-    Parameters
-    ----------
-    how
-        Arguments of `Decoder`.
-    """
+    """A cache of one row, which keeps all tokens until it is cleared. llama.cpp manages its cells."""
 
     n_row = 1
     # length of a key: 0, because no policy that reads keys runs with this cache

@@ -31,21 +31,11 @@ class Part:
 class JointContext:
     """Context that decodes tokens of up to n_most other contexts in one step. It stores no tokens itself.
 
-    Parameters
-    ----------
-    like
-        One of the contexts. All of them have the same model, request and settings.
-    n_most
-        Maximum contexts of a step, at most `MAX_CONTEXTS`.
-    n_batch
-        Maximum tokens of a step.
+    like: one of the contexts. All of them have the same model, request and settings. n_most: at most
+    `MAX_CONTEXTS`. n_batch: maximum tokens of a step.
 
-    Raises
-    ------
-    ModelError
-        If the model has recurrent layers or an index.
-    OutOfMemory, LibraryError
-        If llama.cpp cannot make the context.
+    Raises ModelError if the model has recurrent layers or an index, and OutOfMemory or LibraryError if
+    llama.cpp cannot make the context.
     """
 
     def __init__(self, like: Context, n_most: int, n_batch: int) -> None:

@@ -28,17 +28,7 @@ def read_hidden(decoder: Decoder, first: int, out: np.ndarray) -> None:
 class MtpContext(Decoder):
     """A cache of the MTP layers. Its positions are independent of the positions in the model's own cache.
 
-    Parameters
-    ----------
-    like
-        The model's own cache.
-    n_cell, n_batch, n_threads
-        See `Decoder`.
-
-    Attributes
-    ----------
-    hidden
-        Hidden state f32[1, n_hidden] of the last token with logits.
+    like: the model's own cache. hidden: hidden state f32[1, n_hidden] of the last token with logits.
     """
 
     def __init__(self, like: Decoder, n_cell: int, n_batch: int, n_threads: int | None = None) -> None:
@@ -62,10 +52,7 @@ class MtpContext(Decoder):
         self._decode(tokens, pos_0, 0)
 
     def step(self, token: int, hidden: np.ndarray, pos: int) -> None:
-        """Decode a token, and set the logits and the attribute `hidden`.
-
-        hidden: hidden state f32[1, n_hidden] of the token before it.
-        """
+        """Decode a token, and set the logits and `self.hidden`. hidden: f32[1, n_hidden], as for `read`."""
         self._batch.raw.embd = hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         # decode only this token: some architectures give a hidden state only if a step has a single token
         self.decode(np.array([token], np.int32), pos, 1)

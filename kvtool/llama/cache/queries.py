@@ -9,10 +9,7 @@ from kvtool.llama.libllama.library import check, lib
 
 
 class Queries:
-    """The last n queries of a context with n_row rows.
-
-    n_head: i32[row], number of query heads in the group of each row.
-    """
+    """The last n queries of a context. n_head: i32[row], number of query heads in each row's group."""
 
     def __init__(self, context: Decoder, n: int, n_row: int, n_head: np.ndarray) -> None:
         self._context = context

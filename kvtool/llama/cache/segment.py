@@ -41,14 +41,9 @@ SHA-256 digests u8[n, 32].
 
 
 class Segment(NamedTuple):
-    """Archived tokens that were saved together and never change.
+    """Archived tokens at positions begin .. end - 1, which were saved together and never change.
 
-    Attributes
-    ----------
-    begin, end
-        Range of the tokens' positions in the stream.
-    sha256
-        Digest of the bytes that `Archive.read` returns for the tokens.
+    sha256: digest of the bytes that `Archive.read` returns for the tokens.
     """
 
     begin: int
@@ -61,17 +56,13 @@ class Segment(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """Clusters of the tokens of consecutive blocks. They are saved together.
+    """Clusters of the blocks at positions begin .. end - 1. They are saved together.
 
     Attributes
     ----------
-    begin, end
-        Range of the blocks' positions in the stream.
     is_far
-        True if the tokens are more than n_near positions back (see `ArchiveSettings`). When a block
-        becomes far, it is clustered again.
-    n_bytes
-        Size in bytes.
+        True if the tokens are more than n_near positions back (see `ArchiveSettings`). When a block becomes
+        far, it is clustered again.
     sha256
         Digest of the bytes that `Archive.read_clusters` returns for the blocks.
     """
@@ -93,14 +84,12 @@ class SavedCheckpoint(NamedTuple):
 
     Attributes
     ----------
-    n_past, n_kv
-        Number of tokens, and number of live cells in each row.
+    n_kv
+        Number of live cells in each row.
     base
         Keys in the cache were rotated to their position minus this number.
     n_restart
         Number of times that the gaps between positions had been closed.
-    n_bytes
-        Size in bytes.
     sha256
         Digest of the state; b"" if it is not saved yet.
     """

@@ -31,15 +31,10 @@ _HOPELESS = 2.0
 
 
 class Threads:
-    """Choose the number of threads for the next step from the times of earlier steps.
+    """Number n of threads for the next step, chosen from the times of earlier steps.
 
     From time to time there is a trial: a few steps run with fewer or more threads. If the trial is faster,
     later steps use its number of threads.
-
-    Attributes
-    ----------
-    n
-        Number of threads for the next step.
     """
 
     def __init__(self, most: int) -> None:

@@ -40,14 +40,10 @@ class Vocabulary:
 
     Attributes
     ----------
-    n
-        Number of tokens.
     pieces
         Bytes of each token. For a control token, the bytes of its name.
     control
         Control tokens. They match no text, so a grammar refers to them by number.
-    ends
-        The model's end-of-generation tokens.
     """
 
     def __init__(self, model: Model) -> None:
@@ -250,10 +246,9 @@ class Matcher(Constraint):
 
 
 def limits() -> llguidance.LLParserLimits:
-    """Return limits for llguidance.
+    """Return limits that keep llguidance to about 200 MB.
 
-    They limit it to about 200 MB. On a slow core they limit it to about 0.5 s per token, and to a few seconds
-    at the start.
+    On a slow core they limit it to about 0.5 s per token, and to a few seconds at the start.
     """
     import llguidance
 

@@ -87,15 +87,10 @@ def rewritten(schema: Mapping[str, Any], *, drops_integers: bool = False) -> tup
 class _Writer:
     """One pass of `rewritten` over a schema.
 
-    Attributes
-    ----------
-    shared
-        Targets of references ("$ref") to values that other keywords also restrict. The other keywords may
-        name properties that the target does not name, so the target must allow unnamed properties. The set
-        has the targets that this pass finds. The constructor's argument has the targets of earlier passes.
-        `rewritten` makes passes until a pass finds no new target.
-    left_out
-        Keywords that are not enforced.
+    shared: targets of references ("$ref") to values that other keywords also restrict. The other keywords may
+    name properties that the target does not name, so the target must allow unnamed properties. The set has
+    the targets that this pass finds. The constructor's argument has the targets of earlier passes.
+    `rewritten` makes passes until a pass finds no new target.
     """
 
     def __init__(self, root: Mapping[str, Any], shared: set[str], drops_integers: bool) -> None:
@@ -317,7 +312,6 @@ def _check_integers(value: Any) -> None:
 
 
 def _types(schema: Schema) -> set[str]:
-    """Return the types that the keyword "type" lists."""
     types = schema.get("type")
     return (
         {types}

@@ -35,13 +35,7 @@ class Unenforced(UsageError):
 class Enforced(NamedTuple):
     """The enforced part of a schema.
 
-    Attributes
-    ----------
-    schema
-        The schema for llguidance. Every text that fits it also fits the requested schema without the keywords
-        in `left_out`.
-    left_out
-        Keywords that are not enforced, with their places.
+    Every text that fits `schema` also fits the requested schema without the keywords in `left_out`.
     """
 
     schema: Mapping[str, Any]

@@ -16,11 +16,6 @@ class Triggered(Constraint):
 
     The text stays free if what follows the trigger within its last token does not fit the rules, or if
     llguidance rejects the rules. It becomes free if the rules are too complex for llguidance at some place.
-
-    Parameters
-    ----------
-    rules
-        Rules with triggers.
     """
 
     def __init__(self, vocabulary: Vocabulary, rules: Rules) -> None:

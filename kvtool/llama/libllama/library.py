@@ -166,10 +166,7 @@ def error_text() -> str:
 
 
 def check(status: int) -> None:
-    """Raise an error if a C API call failed.
-
-    Raises StreamEnd if there was no room for the archive, OutOfMemory, or LibraryError.
-    """
+    """Raise StreamEnd (no room for the archive), OutOfMemory or LibraryError if a C API call failed."""
     if status >= 0:
         return
     text = error_text()

@@ -25,16 +25,13 @@ If a spare claimed 0 bytes, llama.cpp would assume the size of the host's memory
 
 
 def add_rpc(*endpoints: str) -> None:
-    """Add the devices of workers. Models that are loaded later use these devices first.
-
-    endpoints: addresses of the workers, as host:port.
+    """Add the devices of workers at host:port. Models that are loaded later use these devices first.
 
     Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that does not
     answer.
     """
     with reached(endpoints) as addresses:
-        # `reached` has checked that all workers answer. For a missing worker, llama.cpp would wait forever
-        # or end the process
+        # `reached` has checked that all workers answer
         add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     add_workers(endpoints)
     for endpoint, address in zip(endpoints, addresses, strict=True):

@@ -16,15 +16,7 @@ from kvtool.errors import ModelError, OutOfMemory, UsageError
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter.
-
-    Attributes
-    ----------
-    path
-        The adapter's GGUF file.
-    scale
-        Factor by which the adapter's weights are multiplied.
-    """
+    """A LoRA adapter: its GGUF file, and the factor by which its weights are multiplied."""
 
     path: Path
     scale: float = 1.0

@@ -25,13 +25,8 @@ class Markers:
     because some model files wrongly declare control tokens as user-defined. Other user-defined tokens, such
     as <think> in most vocabularies, are ordinary words, which llama.cpp finds in any text.
 
-    Parameters
-    ----------
-    attrs
-        llama.cpp's attributes of each marker.
-    tags
-        llama.cpp's attributes of each tag. A tag is a control token or a user-defined token in brackets, such
-        as <think>. Some tags are also markers.
+    attrs, tags: llama.cpp's attributes of each marker and of each tag. A tag is a control token or a
+    user-defined token in brackets, such as <think>. Some tags are also markers.
     """
 
     def __init__(self, attrs: Mapping[str, int], tags: Mapping[str, int]) -> None:

@@ -26,18 +26,16 @@ _ROPES = {api.LLAMA_ROPE_TYPE_MROPE: "M-RoPE", api.LLAMA_ROPE_TYPE_IMROPE: "inte
 
 
 class Model:
-    """A GGUF model and its vocabulary.
+    """A loaded model. Raises ModelError or OutOfMemory if llama.cpp cannot load the model or an adapter.
+
+    Raises UsageError if the placement names a device or a buffer that does not exist.
 
     Parameters
     ----------
-    path
-        The GGUF file.
     n_gpu_layers
         Number of layers on a GPU. Default: all.
     placement
-        Placement of layers on devices, and of tensors in buffers. Default: llama.cpp's placement.
-    adapters
-        LoRA adapters that all contexts of the model use.
+        Default: llama.cpp's placement.
     vocab_only
         Load only the vocabulary, to tokenize.
     no_weights
@@ -58,14 +56,7 @@ class Model:
     adds_bos
         True if the model needs its BOS token before a text.
     adapters
-        The adapters that were given.
-
-    Raises
-    ------
-    ModelError, OutOfMemory
-        If llama.cpp cannot load the model or an adapter.
-    UsageError
-        If the placement names a device or a buffer that does not exist.
+        LoRA adapters that all contexts of the model use.
     """
 
     def __init__(
@@ -162,7 +153,6 @@ class Model:
 
     @cached_property
     def _info(self) -> ModelInfo:
-        """Header of the file, which is read once."""
         return read(self.path)
 
     @cached_property
