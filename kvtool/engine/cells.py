@@ -11,16 +11,12 @@ from kvtool.engine.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The tokens that each row holds. The arrays are copies; in each row the oldest token comes first.
+    """Copies of the tables of `Rows`; in each row the oldest token comes first.
 
     Attributes
     ----------
-    n_past
-        Number of tokens of the stream so far.
-    layer
-        i32[row]: the layer of each row.
-    head
-        i32[row]: the KV head of each row within its layer.
+    layer, head
+        i32[row]: the layer of each row, and its KV head within the layer.
     live
         i32[row]: number of tokens that the row holds.
     pos

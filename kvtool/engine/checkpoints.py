@@ -74,31 +74,20 @@ class Checkpoint:
 class Checkpoints:
     """Checkpoints of a stream, oldest first. The distance between them grows with their age.
 
-    Parameters
-    ----------
-    cache
-        The cache of the stream.
-    max_bytes
-        Maximum bytes of all checkpoints; 0 for no checkpoints. Default: see `_N_ROOM` and
-        `_MIN_MEMORY_SHARE`.
+    Raises UsageError if max_bytes is too small for one checkpoint.
 
     Attributes
     ----------
     max_bytes
-        Maximum bytes of all checkpoints. It is 0 if the argument is 0, if memory is short, or if a stream can
-        be rewound without checkpoints. It is also 0 if there is an archive, but a rewind cannot restore
-        the rows (see `PolicyCache.keeps_all`).
+        Maximum bytes of all checkpoints. Default: see `_N_ROOM` and `_MIN_MEMORY_SHARE`. It is 0 if the
+        argument is 0, if memory is short, or if a stream can be rewound without checkpoints. It is also 0 if
+        there is an archive, but a rewind cannot restore the rows (see `PolicyCache.keeps_all`).
     are_whole
         True if a checkpoint is a copy of the whole cache.
     is_paused
         True if no checkpoint may be made now.
     spacing
         Number of tokens after which another checkpoint is due.
-
-    Raises
-    ------
-    UsageError
-        If the argument is too small for one checkpoint.
     """
 
     def __init__(self, cache: PolicyCache, max_bytes: int | None) -> None:
@@ -202,10 +191,7 @@ class Checkpoints:
         return np.frombuffer(data, np.uint8)
 
     def put_back(self, checkpoint: Checkpoint, n_cell: int) -> None:
-        """Restore the cache from a copy of the whole cache, but do not change `n_pinned` and `n_held`.
-
-        n_cell: maximum number of tokens in the cache.
-        """
+        """Restore the cache from a copy of the whole cache, but do not change `n_pinned` and `n_held`."""
         cache = self._cache
         n_pinned, n_held = cache.n_pinned, cache.n_held
         snapshot.restore(cache, arrays_in(checkpoint.data), n_cell)
@@ -253,8 +239,7 @@ class Checkpoints:
     def restore(self, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
         """Replace the checkpoints by a session's checkpoints that fit this model and the limit.
 
-        The caller has already restored the rest of the session. n_cell: maximum number of tokens in the
-        cache.
+        The caller has already restored the rest of the session.
         """
         self.cut(0)
         if not self.max_bytes:

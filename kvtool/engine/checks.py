@@ -14,10 +14,7 @@ _COARSE = ("q4_0", "q4_1")
 
 
 def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_train: int) -> None:
-    """Raise UsageError if a policy, settings and a model do not work together.
-
-    layers: the model's layers. n_ctx, n_ctx_train: context length and trained context length, in tokens.
-    """
+    """Raise UsageError if a policy, settings and a model do not work together."""
     if policy.budget > n_ctx:
         asked = f"{policy.n_asked}, which takes " if policy.n_asked < policy.budget else ""
         raise UsageError(

@@ -7,17 +7,9 @@ _MIN_TOKENS = 32
 
 
 class ChunkSize:
-    """Number of tokens in a part of a step, adapted to the time that decoding takes.
+    """Number of tokens in a part of a step, adapted so that decoding a part takes about `seconds`.
 
-    Parameters
-    ----------
-    seconds
-        Time that a part should take, approximately.
-
-    Attributes
-    ----------
-    n
-        Tokens of a part. `note` doubles or halves it if that brings the part's time closer to `seconds`.
+    n: tokens of a part. `note` doubles or halves it if that brings the part's time closer to `seconds`.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -26,10 +26,7 @@ For fewer tokens, exact reading saves less time than it takes to make the buffer
 class ExactReader:
     """Tells how many tokens can be read exactly, and allocates device memory for exact reading.
 
-    Attributes
-    ----------
-    n_chunk
-        Maximum number of tokens of a chunk; 0 if no text can be read exactly.
+    n_chunk: maximum number of tokens of a chunk; 0 if no text can be read exactly.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings, n_chunk: int) -> None:

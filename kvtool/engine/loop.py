@@ -50,26 +50,16 @@ class Engine:
 
     Attributes
     ----------
-    model, policy, settings
-        The constructor's arguments. If the policy recalls, `policy` is the result of `Policy.for_model`.
+    policy
+        If the constructor's policy recalls, the result of its method `for_model`.
     prefill
-        How a prompt is read: "stream", "whole" or "exact".
+        How a prompt is read: "stream", "whole" or "exact" (see `Settings`).
     n_ctx, n_cell, n_batch
         See `Sizes`.
     context
         The cache in llama.cpp, and the logits of the last step.
-    rows
-        Table of the rows: the token in each cell.
-    signals
-        The attention statistics that the policy reads.
     cache
         The context, the rows, the signals and the policy's state. Evictions edit all of them together.
-    checkpoints
-        Copies of earlier states, to which the stream can be rewound.
-    residents
-        The archived tokens on the device.
-    whole_reader, exact_reader
-        Objects for two ways of reading a text: see `reads_whole` and `n_exact`.
     n_refused
         Length of a text for which whole or exact reading has failed, because a GPU had too little memory.
         Later texts of at least this length are read in another way. None if there was no such text.
@@ -158,7 +148,6 @@ class Engine:
             )
         self._prepare(n)
         self._decode(tokens, n_output)
-        # evict now if the step has exceeded the budget
         self.evict_if_due(0)
 
     @delayed
@@ -202,7 +191,7 @@ class Engine:
             self.context.decode(tokens, self.rows.next_rot, n_output)
 
     def evict_if_due(self, n: int = 1) -> None:
-        """Evict if `n_until_plan` is less than n. Raises the errors of `evict`.
+        """Evict if `n_until_plan` is less than n.
 
         Before a step, n is 1, so that the step has room for at least one token. After a step, n is 0: the
         method then evicts only if the cache has exceeded the budget, or if a plan is overdue.
@@ -244,10 +233,7 @@ class Engine:
 
     @delayed
     def _prepare(self, n: int) -> None:
-        """Make room for n tokens, in the context and in ragged rows.
-
-        Raises StreamEnd if the context is full and positions are "original".
-        """
+        """Make room for n tokens, in the context and in ragged rows."""
         if self.rows.next_rot + n > self.n_ctx:
             if self.settings.positions == "original":
                 raise StreamEnd(
@@ -329,7 +315,6 @@ class Engine:
                 at = part.stop
                 self._decode(tokens[part], at - part.start if every else int(at == len(tokens)))
                 if at == end:
-                    # evict now if the step has exceeded the budget
                     self.evict_if_due(0)
                 yield part
 
@@ -357,8 +342,7 @@ class Engine:
     def rereads(self, n: int) -> bool:
         """True if a text of n tokens should be read together with all tokens before it, as one prompt.
 
-        On a GPU, reading everything again takes less time than reading only a long text: for each token of
-        the text, a CPU would search the archive. See `reads_whole`.
+        On a GPU, this takes less time than reading only a long text (see `gpu_has_room`).
         """
         n_all = self.n_past + n
         if not self.n_past or n * _REREAD_FACTOR < n_all or n_all <= self.policy.n_asked:
@@ -433,7 +417,7 @@ class Engine:
     def draft_room(self) -> int:
         """Return how many draft tokens may follow the next token in the same step without an eviction.
 
-        If a plan is due before the next token, this method evicts first. Raises the errors of `evict`.
+        If a plan is due before the next token, this method evicts first.
         """
         self.evict_if_due()
         if self.joint_decoder and self.joint_decoder.is_several:
@@ -451,7 +435,7 @@ class Engine:
 
         All tokens give logits. The sampler uses the logits of the first token until the caller accepts a
         draft token with `context.sample_from`. Then the caller calls `drop_drafts` to remove the draft tokens
-        that it did not accept. Raises the errors of `step`.
+        that it did not accept.
         """
         tokens = _checked(tokens, self.model.n_vocab)
         self.context.mark_drafts(len(tokens) - 1)
@@ -471,7 +455,7 @@ class Engine:
 
     @property
     def can_rewind(self) -> bool:
-        """True if `rewind` can keep some tokens. Assumes that the archive has dropped no tokens."""
+        """True if `rewind` can keep some tokens, provided that the archive has dropped no tokens."""
         return self.rewinds_anywhere or self.checkpoints.max_bytes > 0
 
     @property
@@ -480,10 +464,7 @@ class Engine:
         return self.cache.keeps_all and not self.context.fixed_state
 
     def n_kept(self, n: int) -> int:
-        """Return how many of the first n tokens `rewind` keeps.
-
-        Assumes that the archive has dropped no tokens.
-        """
+        """Return how many of the first n tokens `rewind` keeps, if the archive has dropped no tokens."""
         if n == self.n_past or self.rewinds_anywhere:
             return n
         return self.checkpoints.best(n)[0]

@@ -14,12 +14,8 @@ _LAST = np.iinfo(np.int32).max
 def deltas(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
     """Return by how many positions each kept key must be rotated to close all gaps: i32[row, most].
 
-    source i32[row, most]
-        The result of `fill_holes`.
-    n_keep i32[row]
-        Number of cells that each row keeps; `most` is the maximum.
-    next_rot
-        Position that the next token's key will be rotated to.
+    source: i32[row, most], the result of `fill_holes`. n_keep: i32[row], number of cells that each row keeps;
+    `most` is the maximum. next_rot: `Rows.next_rot` after the rotation.
     """
     pos = np.take_along_axis(rows.pos, source, axis=1)
     dead = np.arange(source.shape[1]) >= n_keep[:, None] if rows.ragged else None
@@ -60,13 +56,8 @@ def fill_holes(keep, n_keep, source):
     In each row, a hole is an evicted cell among the first n_keep cells. The tail is the cells from n_keep on.
     The first hole gets the first kept cell of the tail, the second hole the second, and so on.
 
-    keep b1[row, n]
-        True for cells that are kept.
-    n_keep i32[row]
-        Number of kept cells of each row.
-    source i32[row, most]
-        Output: for each hole, the index of the cell whose content moves there. All other cells have their own
-        index. `most` is the maximum of n_keep.
+    keep b1[row, n], n_keep i32[row] -> source i32[row, most]: for each hole, the index of the cell whose
+    content moves there. All other cells have their own index. `most` is the maximum of n_keep.
     """
     n_row, most = source.shape
     for row in range(n_row):

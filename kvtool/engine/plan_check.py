@@ -70,8 +70,7 @@ def check_plan(name: str, plan: Plan, view: View, budget: int, *, ragged: bool, 
     """Return i32[row]: number of cells that a plan keeps in each row.
 
     Raises PlanError if the plan breaks a rule, for example if a row keeps `budget` or more cells. Raises
-    StreamEnd if the rows are full, the plan evicts nothing and the policy may fill the cache. name: the
-    policy's name, for messages.
+    StreamEnd if the rows are full, the plan evicts nothing and the policy may fill the cache.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")

@@ -1,4 +1,4 @@
-"""Cache that a policy manages. Makes the policy's views of the cache, and applies the policy's plans."""
+"""`PolicyCache` makes a policy's views of the cache, and applies the policy's plans."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ class PolicyCache:
         i32[layer]: number of cells that each layer has when the cache is empty.
     state
         The policy's state of each cell: arrays [row, cell, ...].
-    n_pinned
-        Number of tokens at the start of the stream that are never evicted.
-    n_held
-        Number of newest tokens that every eviction keeps.
     n_planned
         Number of tokens in the stream (`Rows.n_past`) at the last plan.
     n_evicted
@@ -48,8 +44,6 @@ class PolicyCache:
         Number of times that all gaps between positions were closed at once.
     plan_s
         Seconds spent on plans, including the time to read signals.
-    edit_s
-        Seconds spent on edits of the cache.
     smallest_budget
         Function that returns the smallest budget with room for n pinned and n held tokens. Errors name this
         budget. None if it is unknown.
@@ -274,12 +268,8 @@ class PolicyCache:
     def apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int, *, close: bool = False) -> np.ndarray:
         """Apply a plan: fill the holes of evicted cells, close gaps by rotating keys, and move the state.
 
-        n_keep i32[row]
-            Number of cells that the plan keeps.
-        next_rot
-            Position that the next token's key will be rotated to.
-        close
-            True to close gaps between positions. In-cache positions never have gaps.
+        n_keep: i32[row], number of cells that the plan keeps. next_rot: `Rows.next_rot` after the plan.
+        close: True to close gaps between positions. In-cache positions never have gaps.
 
         Returns i32[row, most], the result of `fill_holes`.
         """
@@ -324,10 +314,7 @@ class PolicyCache:
         *,
         n_hidden: int = 0,
     ) -> None:
-        """Edit the cache, which clears the signals. The caller must update `rows`.
-
-        n_hidden: number of cells at the start of each row that later queries do not see.
-        """
+        """Edit the cache, which clears the signals. The caller must update `rows`."""
         most = int(n_keep.max())
         n_keep_row = n_keep if self.rows.ragged else None
         start = time.perf_counter()

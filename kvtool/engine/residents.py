@@ -60,8 +60,6 @@ class Residents:
         Number of resident tokens of each row. 0 if every step searches the archive on the host.
     n_bytes
         Bytes that the residents' cells take on the devices once the archive is full.
-    n_repeated
-        Number of repetitions of steps so far.
     obstacle
         Reason why residents are impossible although the settings ask for them; "" if they are possible.
     """
@@ -176,7 +174,6 @@ def _n_set(n_archived: int) -> int:
 
 
 def _means_for(n_archived: int) -> _Means:
-    """Return the numbers of cells for an archive of n_archived tokens."""
     if (n_cluster := _n_cluster(n_archived)) <= _MAX_MEANS:
         return _Means(min(_with_reserve(n_cluster), _MAX_MEANS), 0)
     n_mean_set = min(_with_reserve(_n_set(n_archived)), _MAX_SETS)

@@ -43,8 +43,8 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
     The cache gets the tokens that it had after n tokens, except tokens that the archive has dropped. Tokens
     from the archive are rounded to its number format. There are no logits until the next step.
 
-    cache: a cache for which `keeps_all` is true.
-    checkpoint: the result of `Checkpoints.best`. It is needed if the model has sliding or recurrent layers.
+    cache: its `keeps_all` is true. checkpoint: the result of `Checkpoints.best`. It is needed if the model
+    has sliding or recurrent layers.
     """
     earlier = _earlier(cache, n, checkpoint)
     if not earlier:

@@ -24,12 +24,9 @@ class Rows:
         Position that the next token's key is rotated to.
     n_kv
         Number of live cells of a row; if rows are ragged, of the longest row.
-    pos
-        i32[row, n_cell]: the position in the stream of each live cell's token. The values of other cells have
-        no meaning.
-    rot
-        i32[row, n_cell]: the position that each live cell's key is rotated to. The values of other cells have
-        no meaning.
+    pos, rot
+        i32[row, n_cell]: the position in the stream of each live cell's token, and the position that the
+        cell's key is rotated to. The values of other cells have no meaning.
     """
 
     pos: np.ndarray

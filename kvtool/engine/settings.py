@@ -31,7 +31,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the engine that do not depend on the policy.
+    """Settings of an engine. Raises UsageError for a value that a setting does not allow.
 
     Attributes
     ----------
@@ -80,11 +80,6 @@ class Settings:
         Flash attention: "on", "off" or "auto".
     n_threads
         Number of CPU threads. Default: one per core.
-
-    Raises
-    ------
-    UsageError
-        For a value that a setting does not allow.
     """
 
     positions: str = "auto"

@@ -127,7 +127,6 @@ def open_context(
 
 
 def _check_index(model: Model, n_cell: int) -> None:
-    """Raise UsageError for more cells than the model allows (`Layers.max_cells`)."""
     if n_cell > (n_most := model.layers.max_cells):
         raise UsageError(
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "

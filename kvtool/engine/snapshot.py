@@ -37,9 +37,7 @@ The names were chosen when kvtool supported only sliding layers.
 
 
 def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) for all that the next step depends on, except model, policy and settings.
-
-    Later steps do not change the arrays.
+    """Yield (name, array) for each array of a snapshot. Later steps do not change the arrays.
 
     engine
         The counters.
@@ -73,13 +71,11 @@ def save(cache: PolicyCache, *, archived: bool = True) -> Iterator[tuple[str, np
 
 
 def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) -> None:
-    """Continue from the arrays that `save` yielded.
+    """Continue from the arrays that `save` yielded. n_cell: maximum number of tokens in the cache.
 
-    n_cell: maximum number of tokens in the cache.
-
-    Raises SessionError if the arrays do not fit this model, policy or cache. The engine is then unchanged,
-    or empty if llama.cpp refused the arrays. Raises StreamEnd if there is no room for the archive. The engine
-    is then empty.
+    Raises SessionError if the arrays do not fit this model, policy or cache. The engine is then unchanged, or
+    empty if llama.cpp refused the arrays. Raises StreamEnd if there is no room for the archive. The engine is
+    then empty.
     """
     counters = check(cache, saved, n_cell)
     try:

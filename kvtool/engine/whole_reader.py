@@ -37,15 +37,7 @@ def batches(tokens: np.ndarray, n_batch: int) -> list[np.ndarray]:
 
 
 class WholeReader:
-    """Reads a prompt whole. Also computes in advance how many cells and segments a prompt takes.
-
-    Attributes
-    ----------
-    n_batch
-        Maximum number of tokens decoded at once.
-    reconstruction
-        The policy's reconstruction pass, or None.
-    """
+    """Reads a prompt whole. Also computes in advance how many cells and segments a prompt takes."""
 
     def __init__(self, cache: PolicyCache, settings: Settings) -> None:
         self._cache = cache
@@ -141,7 +133,6 @@ class WholeReader:
         return n
 
     def _check(self, n: int, n_segment: int) -> None:
-        """Raise StreamEnd or UsageError if whole reading of a prompt of n tokens is impossible."""
         model, n_ctx = self._cache.context.model, self._cache.n_ctx
         twice = ", read twice," if self.reconstruction else ""
         if n_segment > 1 and not self.in_segments:
@@ -251,8 +242,6 @@ class Reconstruction:
     """Runs the reconstruction pass that a policy asks for. `ReconstructionPass` explains it.
 
     If there are held tokens, they are the reply header before each chunk.
-
-    words: texts and sizes that the policy gives for the pass.
     """
 
     def __init__(self, cache: PolicyCache, words: ReconstructionPass, n_batch: int) -> None:
@@ -285,9 +274,8 @@ class Reconstruction:
     def read(self, tokens: np.ndarray, first: int, decode: DecodeText) -> dict[str, np.ndarray] | None:
         """Return the signals of a pass over the tokens from `first` on: f32[row, n_past] by field.
 
-        A token's signals come from the queries of the chunk that repeats the token. Tokens that are not
-        repeated have signals of 0. Afterwards the cache is unchanged except for the signals, and there are no
-        logits. Returns None if stopped; the tokens of the last chunk are then still in the cache.
+        Afterwards the cache is unchanged except for the signals, and there are no logits. Returns None if
+        stopped; the tokens of the last chunk are then still in the cache.
 
         tokens: i32[n], the whole prompt, of which the first n_past tokens are in the cache.
         """
