@@ -33,7 +33,7 @@ _TRY_EVERY = 32
 
 
 class DraftLength:
-    """Choose the number of draft tokens of each step.
+    """Choose the number of draft tokens of each step from their expected acceptance and the times of steps.
 
     A draft token is copied from an earlier place of the stream. The tokens before it, including draft tokens,
     are compared with the tokens before that place. The number of equal tokens is the draft token's support.
@@ -67,10 +67,7 @@ class DraftLength:
         return best
 
     def judge(self, n_same: int, n_true: int, n: int) -> None:
-        """Record that the first n_true of n draft tokens were accepted.
-
-        n_same: support of the first draft token.
-        """
+        """Record that the first n_true of n draft tokens were accepted. n_same: as for `choose`."""
         for i in range(min(n_true + 1, n)):
             at = _group(n_same + i)
             self._true[at] = self._true[at] * _DECAY + (i < n_true)

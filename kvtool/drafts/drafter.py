@@ -1,4 +1,4 @@
-"""Drafter: the object that gives a writer its draft tokens."""
+"""The object that gives a writer its draft tokens."""
 
 from __future__ import annotations
 
@@ -30,15 +30,10 @@ class Source(Protocol):
 
 
 class Drafter:
-    """Provides the draft tokens for a stream.
+    """Provides draft tokens, which are copied from an earlier place of the stream.
 
-    Draft tokens are copied from an earlier place of the stream, and `DraftLength` chooses their number. If
-    no tokens are copied and there is a draft model, the draft model makes the draft tokens.
-
-    Attributes
-    ----------
-    n_drafted, n_accepted
-        Number of draft tokens so far, and number of draft tokens that were accepted.
+    `DraftLength` chooses their number. If no tokens are copied and there is a draft model, the draft model
+    makes the draft tokens.
     """
 
     def __init__(self, lookup: Lookup, model: Source | None = None) -> None:

@@ -12,13 +12,7 @@ from kvtool.kernels.ngrams import N_BIT, best_place, link, unlink
 
 
 class Lookup:
-    """A stream's tokens, with an index of its n-grams.
-
-    Attributes
-    ----------
-    n
-        Number of tokens of the stream.
-    """
+    """The n tokens of a stream, with an index of its n-grams."""
 
     def __init__(self) -> None:
         self.n = self._at = 0

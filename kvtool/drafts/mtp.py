@@ -65,8 +65,8 @@ class MtpDraft:
     def guess(self, n: int) -> np.ndarray:
         """Return at most n draft tokens i32[n]. See `likely_tokens`.
 
-        The MTP layers need the hidden state of the second newest token. Returns no tokens if this state is
-        unknown, for example because the cells of the text were copied from another stream.
+        Returns no tokens if the hidden state of the second newest token is unknown, for example because the
+        cells of the text were copied from another stream.
         """
         context, last = self._context, self._n_row - 1
         if last < 0 or self._pos[last] != len(self._stream) - 2:
