@@ -1,4 +1,4 @@
-"""Result of a policy: the cells to keep, and the values to merge."""
+"""Results of a policy."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Result of a policy.
+    """The cells to keep, and the values to merge.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Plan:
         b1[row, n_kv]: True for the cells to keep. Unless the policy is ragged, every row keeps the same
         number.
     merge
-        New values for kept cells; None if no value changes.
+        None if no value changes.
     """
 
     keep: np.ndarray

@@ -39,7 +39,7 @@ _MAX_SHARE = 2
 
 
 class Ranked(Policy):
-    """Base of policies that define only `scores`. Keeps sinks, window, and the highest scores of the rest.
+    """Base of policies that define only `scores`.
 
     The dataclass's fields `sinks` and `window` are the numbers of sinks and of window tokens. Without such a
     field, the number is 0. If a policy has the fields `heads` and `floor`, the rows of a layer can share
@@ -173,8 +173,8 @@ def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, in
 def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: int) -> np.ndarray:
     """Choose `n_keep` cells of each row: the protected tokens, and the highest scores of the rest.
 
-    Return b1[row, n_kv]: True for the cells to keep. score: f32[row, n_kv or more]. Among equal scores the
-    newer token stays. Raises TypeError or ValueError if the score has another type or shape.
+    Return b1[row, n_kv]: True for the cells to keep. score: f32[row, n_kv or more], which `checked_score`
+    checks. Among equal scores the newer token stays.
     """
     score = checked_score(score, view.pos)
     first, recent = protected(view, n_keep, sinks, window)
@@ -186,9 +186,8 @@ def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: 
 def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     """Return f32[row, n_kv or more]: each token's score, summed over the rows that decide together.
 
-    score: f32[row, n_kv or more]. per: "row" (no sum), "layer" (the rows of a layer) or "all". Rows that
-    decide together must hold the same tokens. Raises TypeError or ValueError if the score has another type or
-    shape.
+    score: f32[row, n_kv or more], which `checked_score` checks. per: "row" (no sum), "layer" (the rows of a
+    layer) or "all". Rows that decide together must hold the same tokens.
     """
     check_choice("per", per, ("row", "layer", "all"))
     score = checked_score(score, view.pos)

@@ -168,12 +168,8 @@ class ReconstructionPass:
 class SignalRequest:
     """Signals that llama.cpp computes for a policy, and the scaling of attention logits.
 
-    Attributes
-    ----------
-    reads, n_query, group, t, logn, recall, n_future, n_skip
-        The attributes of `Policy` with these names.
-
-    Raises ValueError or TypeError for a field out of its range.
+    The fields are the attributes of `Policy` with these names. Raises ValueError or TypeError for a field out
+    of its range.
     """
 
     reads: Signal = Signal.NONE
