@@ -74,13 +74,8 @@ def kernel(
 
     Output arrays come last. The caller checks arguments; a kernel does not.
 
-    Parameters
-    ----------
-    signature
-        In numba's notation: "i4[:,::1]" is a C-contiguous matrix of int32.
-    any_order
-        True if sums of floats may be reordered. Use it only for whole numbers: their sums are exact in any
-        order.
+    signature: in numba's notation. "i4[:,::1]" is a C-contiguous matrix of int32. any_order: True if sums of
+    floats may be reordered. Use it only for whole numbers: their sums are exact in any order.
     """
     signatures = [signature] if isinstance(signature, str) else signature
     return lambda function: Kernel(function, signatures, any_order)
