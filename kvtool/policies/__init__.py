@@ -114,7 +114,10 @@ def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> di
 
 
 Adapt = Callable[["Policy"], "Policy"]
-"""Function that adapts a policy to a model. See `Policy.for_model`."""
+"""Function that adapts a policy to a model (see `Policy.for_model`).
+
+It raises ValueError if the budget is too small for the model.
+"""
 
 
 class PolicySpec(NamedTuple):
@@ -124,8 +127,6 @@ class PolicySpec(NamedTuple):
     ----------
     name
         Name or file as the user typed it.
-    kind
-        Policy class.
     params
         Parameters that the user set, with their values.
     evict_every
@@ -144,7 +145,6 @@ class PolicySpec(NamedTuple):
     def fit(self, budget: int, adapt: Adapt = lambda policy: policy, *, more: str = "") -> Policy:
         """Return the policy for a budget in cells. Raises UsageError, with the smallest budget that works.
 
-        adapt: adapts the policy to a model. It raises ValueError if the budget is too small for the model.
         more: follows the smallest budget in the error.
         """
         if self.evict_every and 1 < budget <= self.evict_every:
@@ -174,8 +174,7 @@ class PolicySpec(NamedTuple):
     ) -> int:
         """Return the smallest budget, in cells, that works if n_held tokens are never evicted.
 
-        adapt: adapts the policy to a model. n_pinned: number of first tokens that are to be pinned. Raises
-        UsageError if no budget works.
+        n_pinned: number of first tokens that are to be pinned. Raises UsageError if no budget works.
         """
         # if no budget works, `fit` raises an error that gives the reason
         return self._smallest_budget(0, n_held, adapt, n_pinned) or self.fit(1).budget

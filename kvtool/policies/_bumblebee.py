@@ -228,7 +228,7 @@ def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosin
     pos: i32[row, n]. unit, mass, pairs, near, nearest: arrays of the state. Writes keep b1[row, n], and
     updates near and nearest for the kept tokens.
 
-    bumblebee.py defines the objective g, and its terms f and c. Lower bounds of their decreases save time.
+    bumblebee.py defines g, and its terms f and c. Lower bounds of their decreases save time.
     phi is concave, so c decreases by at least mass times the slope of phi, divided by phi of all attention.
     `near` is an upper bound of the similarity to the nearest neighbour, so f decreases by at least
     (1 - near) / (number of tokens). The exact decrease of g is computed only for tokens that these bounds do

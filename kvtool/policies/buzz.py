@@ -142,10 +142,9 @@ class BUZZ(Policy):
         return self.n_asked if self.kept else self.budget - self.slack
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """Return the number of cells of each part of the budget. See `Policy.split`.
+        """`rest` is the threshold, minus pinned tokens that are not sinks.
 
-        `rest` is the threshold, minus pinned tokens that are not sinks. `slack` is 1, for the token that is
-        being decoded.
+        `slack` is 1, for the token that is being decoded.
         """
         return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 

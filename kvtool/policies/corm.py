@@ -91,10 +91,7 @@ class CORM(Policy):
 
 @kernel("i8(i4, i4, i8, i8)")
 def _rank(pos, step, first, recent):
-    """Rank of a token: highest for sinks, then the window, then the latest `step`, then the newest token.
-
-    step: the last step at which the token was important.
-    """
+    """Rank of a token: highest for sinks, then the window, then the latest `step`, then the newest token."""
     rank = np.int64(step)
     if pos >= recent:
         rank = np.int64(1) << 30
@@ -111,8 +108,7 @@ def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
     were important at step `oldest` or later. If more than `n_max` tokens would stay, those with the highest
     `_rank` stay. Tokens of the window are evicted only if sinks and window alone are more than `n_max`.
 
-    pos i32[row, n], live i32[row], keep b1[row, n]. step i32[row, n or more]: the last step at which each
-    token was important.
+    pos i32[row, n], live i32[row], step i32[row, n or more] (the policy's state) -> keep b1[row, n].
     """
     n_row, n = pos.shape
     keys = np.empty(n, np.int64)
