@@ -242,7 +242,7 @@ def _origins(ctx: Any, message: str) -> str:
 
 
 def _origin_of_model(ctx: Any, message: str) -> str | None:
-    """Return such a text for --model or --draft if a message names the model of a setting, else None."""
+    """Return a text such as "--model is set by $KVTOOL_MODEL" if a message names that model, else None."""
     for param in ctx.command.params:
         is_set = param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP"
         # an argument may name another model than the setting

@@ -119,10 +119,7 @@ class Terminal:
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
     def may_leave(self) -> bool:
-        """Return True if the chat may end.
-
-        If turns are not saved because saving failed, return False once and say how to save them.
-        """
+        """Return True if the chat may end. If turns could not be saved, return False once, and say how to."""
         n, version = self.files.n_unsaved, self.conversation.version
         if not n or self._left == version:
             return True
