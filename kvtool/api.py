@@ -29,23 +29,15 @@ from kvtool.policy.checks import check_whole
 def load_model(
     name: str | Path | None = None, *, n_gpu_layers: int | None = None, progress: Progress | None = None
 ) -> Model:
-    """Load a model.
+    """Load a model. It is downloaded if necessary.
 
-    Parameters
-    ----------
-    name
-        Path of a GGUF file, name in models.txt, repository ("hf:OWNER/REPO:QUANT") or URL. The model is
-        downloaded if necessary. Defaults to $KVTOOL_MODEL.
-    n_gpu_layers
-        Number of layers on a GPU. By default, all layers.
-    progress
-        Called during a download with two numbers: the bytes that have been downloaded, and the size of the
-        file in bytes. The size is None if it is unknown.
+    name: path of a GGUF file, name in models.txt, repository ("hf:OWNER/REPO:QUANT") or URL. Defaults to
+    $KVTOOL_MODEL.
+    n_gpu_layers: number of layers on a GPU. By default, all layers.
+    progress: called during a download with the bytes so far and the size of the file, or None if it is
+    unknown.
 
-    Raises
-    ------
-    ModelError
-        If the model does not exist, is damaged, or cannot run in kvtool.
+    Raises ModelError if the model does not exist, is damaged, or cannot run in kvtool.
     """
     path = resolve(None if name is None else str(name), progress)
     check(path)
@@ -57,21 +49,13 @@ def load_policy(
 ) -> Policy:
     """Make a policy.
 
-    Parameters
-    ----------
-    name
-        Name of a policy that `kvtool policies` lists, path of your own file ("./mine.py"), or your own class.
-    budget
-        Maximum number of tokens per row.
-    evict_every
-        Number of tokens from one eviction to the next. By default 16, or fewer for a small budget.
-    params
-        Parameters of the policy, which `kvtool policies NAME` lists.
+    name: name of a policy that `kvtool policies` lists, path of your own file ("./mine.py"), or your own
+    class.
+    budget: maximum number of tokens per row.
+    evict_every: number of tokens from one eviction to the next. By default 16, or fewer for a small budget.
+    params: parameters of the policy, which `kvtool policies NAME` lists.
 
-    Raises
-    ------
-    UsageError
-        If a value is invalid. The error names valid values.
+    Raises UsageError if a value is invalid. The error names valid values.
     """
     check_whole("budget, a number of tokens,", budget, UsageError)
     if evict_every is not None:
@@ -93,8 +77,7 @@ def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversa
 def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:
     """Append the prompt to the text that the engine has read, and yield the model's continuation in pieces.
 
-    n_max: maximum number of tokens of the continuation. None and -1 mean no limit. sampling: fields of
-    `Sampling`, and `seed`. By default, the most likely token is chosen.
+    n_max: maximum number of tokens of the continuation. None and -1 mean no limit. sampling: as in `chat`.
 
     Raises UsageError if n_max is invalid, or if there is nothing to continue. Raises StreamEnd if the cache
     is full and the policy never evicts.
@@ -106,7 +89,6 @@ def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: 
 
 
 def _sampler(model: Model, settings: dict[str, Any]) -> Sampler:
-    """Make a sampler. settings: fields of `Sampling`, and `seed`. Raises UsageError."""
     seed, stop = settings.pop("seed", None), settings.pop("stop", ())
     if unknown := settings.keys() - declared(Sampling).keys():
         name = min(unknown)

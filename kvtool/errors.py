@@ -18,13 +18,7 @@ _LIBRARIES = ("importlib.", "numba.", "numpy.", "kvtool.policy.")
 
 
 class KvtoolError(Exception):
-    """Base class of errors that a user can see.
-
-    Attributes
-    ----------
-    exit_code
-        Exit code of a command that ends with this error.
-    """
+    """Base class of errors that a user can see."""
 
     exit_code = 1
 

@@ -49,22 +49,14 @@ class Option:
     ----------
     flags
         All names of the option on the command line.
-    help
-        Help text.
     group
         Group in the help, or None for options of a single command.
-    metavar
-        Name of the value in the help.
     default_text
         Text that the help shows as the default. True shows the default value, False shows nothing. In the
         text, "{NAME}" is replaced by the attribute NAME of the options' class, and "{model}" by the default
         model.
     words
         Words that the user may type instead of a number, such as "auto".
-    valid
-        Allowed numbers.
-    choices
-        Allowed texts.
     completes
         Name of the function in `kvtool.cli.completion` that completes the value in a shell.
     read
@@ -74,8 +66,6 @@ class Option:
         Function that converts the field's value back to a value that `read` accepts.
     is_count
         True if the option takes no value, and its value is the number of times that it is typed.
-    in_session
-        True if the value is saved in sessions.
     in_record
         True if the value changes results. It is then stored in the record of a result.
     request
@@ -108,7 +98,7 @@ class Option:
         return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
 
     def check(self, value: Any, name: str) -> None:
-        """Raise UsageError if a value is not allowed. name: the option's name in the error."""
+        """Raise UsageError if a value is not allowed."""
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             if self.choices:
                 check_choice(item, self.choices, name)
@@ -127,10 +117,7 @@ class Option:
         }
 
     def parse(self, raw: Any, name: str | None = None) -> Any:
-        """Convert a value that was typed, set or saved in a session to the field's value. Raises UsageError.
-
-        name: the option's name in the error. Defaults to `self.name`.
-        """
+        """Apply `read` if it is set. Raises UsageError, which calls the option `name` or `self.name`."""
         return self.read(raw, name or self.name) if self.read else raw
 
 
@@ -158,14 +145,9 @@ def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSIN
 class Options:
     """Base class for dataclasses of options. Raises UsageError if a value is not allowed.
 
-    Attributes
-    ----------
-    typed
-        Names of the fields that were typed on the command line.
-    given
-        Names of the fields that were typed on the command line, or set in a file or a variable.
-    hidden
-        Names of the fields that are not options of the command. They keep their defaults.
+    typed: names of the fields that were typed on the command line.
+    given: names of the fields that were typed on the command line, or set in a file or a variable.
+    hidden: names of the fields that are not options of the command. They keep their defaults.
     """
 
     typed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -180,9 +162,8 @@ class Options:
     def from_values(
         cls: type[Self], raw: Mapping[str, Any], typed: Iterable[str] = (), given: Iterable[str] = ()
     ) -> Self:
-        """Make the options from values that were typed, set or saved. Raises UsageError.
+        """Make the options from values by field name, which were typed, set or saved. Raises UsageError.
 
-        raw: the values by field name. typed, given: names of fields, for the attributes `typed` and `given`.
         Names that are not fields of this class are ignored.
         """
         declarations = declared(cls)

@@ -15,8 +15,7 @@ TYPE_NUMBERS = {**CACHE_TYPES, "iq4_nl": 20}
 ARCHIVE_TYPES = (*TYPE_NUMBERS, "q8_0/q4_0", "q5_0/q4_0")
 """Types of archived keys and values.
 
-If a name has a slash, the type before the slash is for keys, and the type after the slash is for values. In
-these types, values have fewer bits than keys.
+If a name has a slash, the type before the slash is for keys, and the type after the slash is for values.
 """
 
 FEW_BITS = tuple(name for name in ARCHIVE_TYPES if "q5" in name or "q4" in name)
@@ -51,10 +50,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.IGNORECASE)
 
 
 def archive_types(name: str) -> tuple[str, str]:
-    """Return the type of the keys and the type of the values.
-
-    name: an archive type, which may have the prefix PLAIN.
-    """
+    """Return the types of the keys and of the values. The name may have the prefix PLAIN."""
     keys, _, values = name.removeprefix(PLAIN).partition("/")
     return keys, values or keys
 

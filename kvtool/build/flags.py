@@ -51,10 +51,8 @@ def remember(cmake_args: str) -> None:
 def device_args(devices: Collection[str]) -> str:
     """Return $CMAKE_ARGS and the flags for `devices`, which are keys of DEVICES.
 
-    The flags of the last build are ignored, even if $CMAKE_ARGS is not set.
-
-    If `devices` is empty, the flags are for a build that supports only the CPU. Raises UsageError if
-    $CMAKE_ARGS asks for a device although `devices` is empty.
+    The flags of the last build are ignored, even if $CMAKE_ARGS is not set. If `devices` is empty, the build
+    supports only the CPU, and UsageError is raised if $CMAKE_ARGS asks for a device.
     """
     given = os.environ.get("CMAKE_ARGS", "").strip()
     requested = [device for device in DEVICES if asks_for(given, device)]

@@ -39,10 +39,7 @@ def runs_here(name: str) -> bool:
 
 
 def _is_platform(tag: str) -> bool:
-    """True if a platform tag fits this machine and this system.
-
-    The tag may name an older version of the system.
-    """
+    """True if a platform tag names this machine, and this system in this version or an older one."""
     machine = platform.machine().lower()
     if sys.platform == "win32":
         return tag == f"win_{machine}"

@@ -40,8 +40,7 @@ _OWN_LICENCE = "LICENSE-kvtool"
 def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: str, folder: Path) -> Path:
     """Write kvtool's wheel to `folder`, and return the path of the wheel. Raises LibraryError.
 
-    built: the wheel of llama-cpp-python. archive: the source archive of llama-cpp-python, which has the
-    licences. key: the key of the build.
+    built: the wheel of llama-cpp-python. archive: its source archive, which has the licences.
     """
     tag = built.stem.split("-", 2)[2]
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ _CAUSES = {
     ),
     "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1": r"Killed signal terminated",
 }
-"""Messages about causes of failures. A message is shown if its pattern matches the log of the failure."""
+"""Messages about causes of failures, each with the pattern that finds the cause in the log."""
 
 
 class Progress:
@@ -81,11 +81,10 @@ def run(
 ) -> None:
     """Run a command and append its output to the log.
 
-    Raises LibraryError if the command fails. If the log shows a known cause, the message is one line.
-    Otherwise the message is `what` and the last errors in the log.
+    Raises LibraryError if the command fails. If the log contains known[0], the message is known[1]. For a
+    cause in `_CAUSES`, the message is one line. Otherwise it is `what` and the last errors in the log.
 
-    title: title of the progress line, or "" for no progress line. known: another known cause. If the log
-    contains known[0], the message is known[1].
+    title: title of the progress line, or "" for no progress line.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)

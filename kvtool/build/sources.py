@@ -16,17 +16,7 @@ from kvtool.system.paths import cache_dir, checkout
 
 @dataclass(frozen=True)
 class Upstream:
-    """The source archive to which the patch applies.
-
-    Attributes
-    ----------
-    package
-        Name in the package registry.
-    version
-        Version of the package.
-    sha256
-        Hash of the source archive, 64 hex digits.
-    """
+    """The source archive to which the patch applies. sha256: 64 hex digits."""
 
     package: str
     version: str
@@ -74,10 +64,7 @@ def manifest(folder: Path) -> tuple[str, ...]:
 
 
 def patch_digest(folder: Path) -> str:
-    """Return the digest of the patch files. A library reports this digest if it was built from these files.
-
-    Raises LibraryError.
-    """
+    """Return the digest of the patch files, which a library built from them reports. Raises LibraryError."""
     try:
         hexes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in manifest(folder)]
     except FileNotFoundError as error:

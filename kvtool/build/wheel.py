@@ -62,12 +62,10 @@ def build_env(folder: Path, cmake_args: str, *, stock: bool, portable: bool) -> 
 
 
 def find_or_build(folder: Path, cmake_args: str) -> Path:
-    """Return the wheel for these flags and this machine.
+    """Return the wheel for these flags and this machine. Raises LibraryError.
 
-    Look for it in the cache, and then in the folders with wheels that were built elsewhere. If it is not
-    there, build it.
-
-    folder: the folder with the patch files. Raises LibraryError.
+    Look in the cache, then in the folders with wheels that were built elsewhere. Otherwise build it.
+    folder: the folder with the patch files.
     """
     key = wheel_key(folder, cmake_args)
     if wheel := find_wheel(key):
@@ -85,8 +83,7 @@ def find_or_build(folder: Path, cmake_args: str) -> Path:
 def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> Path:
     """Return the wheel for these flags. Build it if it is not in the cache. Raises LibraryError.
 
-    folder: the folder with the patch files. stock: True to build the same version without the patch.
-    portable: True to build a wheel for every CPU.
+    stock: True to build the same version without the patch. portable: True to build a wheel for every CPU.
     """
     key = wheel_key(folder, cmake_args, stock=stock, portable=portable)
     if wheel := find_wheel(key):

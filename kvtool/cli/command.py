@@ -35,10 +35,7 @@ _WIDEST = 32
 class BadValue(typer.BadParameter):
     """Error for a value that an option does not accept.
 
-    Attributes
-    ----------
-    reason
-        End of the message, such as "must be at least 1, got 0". The option's name precedes it.
+    reason: end of the message, such as "must be at least 1, got 0". The option's name precedes it.
     """
 
     def __init__(self, reason: str) -> None:
@@ -245,10 +242,7 @@ def _origins(ctx: Any, message: str) -> str:
 
 
 def _origin_of_model(ctx: Any, message: str) -> str | None:
-    """Return a text such as "--model is set by $KVTOOL_MODEL" if a message names the model of a setting.
-
-    Otherwise return None.
-    """
+    """Return a text such as "--model is set by $KVTOOL_MODEL" if a message names that model, else None."""
     for param in ctx.command.params:
         is_set = param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP"
         # an argument may name another model than the setting

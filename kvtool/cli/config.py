@@ -99,10 +99,7 @@ def all_rows(root: Any) -> Iterator[Row]:
 
 
 def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> Iterator[Row]:
-    """Yield the rows for a table of the file.
-
-    start: first words of the commands to which the table applies.
-    """
+    """Yield the rows for a table of the file. It applies to the commands whose first words are `start`."""
     reached = [words for words in known if words[: len(start)] == start]
     if not reached or (table.values and table.is_own and start not in known):
         raise UsageError(f"{table.title} is not a command of kvtool")
@@ -135,7 +132,7 @@ def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
 
 
 def _check(param: Any, value: Any, source: str) -> None:
-    """Raise UsageError for a value that an option does not accept. source: see `Setting.source`."""
+    """Raise UsageError for a value that an option does not accept."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     try:
         read = tuple(param.type.convert(each, param, None) for each in values)

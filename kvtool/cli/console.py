@@ -56,11 +56,7 @@ class _Unpadded:
 def table(
     columns: Iterable[str | Column], rows: Iterable[Iterable[str | Text]], left: int | None = None, **how: Any
 ) -> Table:
-    """Return a table without borders.
-
-    left: number of columns that are aligned left. All columns after these are aligned right. If `left` is
-    None, all columns are aligned left.
-    """
+    """Return a table without borders. Columns after the first `left` are aligned right, unless it is None."""
     from rich.table import Table
 
     aligned = Table(*columns, box=None, pad_edge=False, **how)

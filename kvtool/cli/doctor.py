@@ -34,10 +34,7 @@ def doctor(json: Json = False) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Return everything that doctor shows.
-
-    `problems` is a list of {wrong, command}. It is empty if nothing is wrong.
-    """
+    """Return everything that doctor shows. `problems` is a list of {wrong, command}."""
     from kvtool.build.kernels import are_compiled, are_linked
 
     problems: list[dict[str, str]] = []

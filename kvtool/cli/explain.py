@@ -70,20 +70,11 @@ class Notice:
 
     Each fact is reported once. The first is reported again for every text that will be partly forgotten.
 
-    Attributes
-    ----------
-    engine
-        Engine that reads the text.
-    noun
-        Kind of the text, such as "prompt".
-    info
-        Header of the model if the model will answer the text, else None.
-    is_long
-        True if a text was longer than the budget and this was reported.
-    is_much
-        True if a text was too long for the model and this was reported.
-    is_lost
-        True if the user knows that the archive has no room for the oldest tokens.
+    noun: kind of the text, such as "prompt".
+    info: header of the model if the model will answer the text, else None.
+    is_long, is_much: True if it was reported that a text is longer than the budget, or too long for the
+    model.
+    is_lost: True if the user knows that the archive has no room for the oldest tokens.
     """
 
     engine: Engine
@@ -279,10 +270,7 @@ def _budget(engine: Engine) -> str:
 
 
 def _shares(policy: Policy) -> bool:
-    """Return True if rows or layers share the requested budget.
-
-    If they do, a row may have more cells than the requested budget.
-    """
+    """Return True if rows or layers share the requested budget, so that a row may have more cells."""
     return policy.ragged and policy.n_asked != policy.budget
 
 

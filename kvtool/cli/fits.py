@@ -29,13 +29,9 @@ _TOKENS_S = 10
 class Room(NamedTuple):
     """Sizes of models that run on this machine with a cache of the default budget.
 
-    Attributes
-    ----------
-    n_bytes
-        Size of the largest model that fits.
-    quick_bytes
-        Size of the largest model that is fast enough for a chat. Size limits the speed, because all weights
-        are read for each token.
+    n_bytes: size of the largest model that fits.
+    quick_bytes: size of the largest model that is fast enough for a chat. Size limits the speed, because all
+    weights are read for each token.
     """
 
     n_bytes: int

@@ -141,10 +141,8 @@ def generate(
 def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> tuple[str, str]:
     """Return the text to answer, and its start that is never evicted.
 
-    The start is the prompt if another text follows it, or else "".
-
-    Raises UsageError for two prompts or an empty one, and InputError if there is nothing to read or a file
-    cannot be read.
+    The start is the prompt if another text follows it, or else "". Raises UsageError for two prompts or an
+    empty one, and InputError if there is nothing to read or a file cannot be read.
     """
     if argument is not None and "prompt" in prompts.typed:
         raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
@@ -173,16 +171,9 @@ def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> 
 
 @dataclass(frozen=True)
 class _Answer:
-    """An answer, and how long it took.
+    """An answer, and how long it took: times in seconds. n_prompt: number of tokens of the prompt.
 
-    Attributes
-    ----------
-    full
-        Error that ended the answer because the cache became full, or None.
-    n_prompt
-        Number of tokens of the prompt.
-    read_s, write_s
-        Times of reading the prompt and of writing the answer, in seconds.
+    full: error that ended the answer because the cache became full, or None.
     """
 
     text: str
@@ -213,7 +204,7 @@ class _Answer:
         }
 
     def summary(self, writer: Writer, state: dict[str, Any]) -> str:
-        """Return the line that --verbose shows. state: the engine's report."""
+        """Return the line that --verbose shows."""
         from kvtool.config.report import line
         from kvtool.measure.holdings import n_forgotten
 
@@ -276,10 +267,7 @@ def _rendered(
 
 
 def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
-    """Return a list to which a record is added for each token that the writer writes.
-
-    A record has the token's log-probability and the n most likely tokens.
-    """
+    """Return a list that gets, for each token written, its log-probability and the n most likely tokens."""
     from kvtool.chats.logprobs import logprobs
 
     engine, likely = writer.engine, list[dict[str, Any]]()

@@ -40,10 +40,7 @@ def module_of(command: str) -> str:
 
 
 def flag(param: Any) -> str:
-    """Return the name of an option that messages and documents use.
-
-    This is the first name with two dashes. If the option has no such name, it is the first name.
-    """
+    """Return the name of an option in messages and documents, chosen as in `Option.name`."""
     return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
 
 

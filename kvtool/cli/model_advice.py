@@ -58,9 +58,8 @@ def better_model() -> str | None:
 def too_much(info: ModelInfo, n: int, n_before: int = 0) -> str | None:
     """Return advice if a text of n tokens is too long for a model, else None.
 
-    If a larger model of models.txt fits this machine, the advice names this model.
-
-    n_before: number of tokens that precede the text in its stream.
+    If a larger model of models.txt fits this machine, the advice names it. n_before: number of tokens that
+    precede the text in its stream.
     """
     n_all, name = n_before + n, info.path.stem
     if info.size < _TOY_BYTES or n_all <= info.n_ctx_train and (info.size >= _SMALL_BYTES or n < _LONG):

@@ -113,10 +113,7 @@ def translated(context: Any, args: Sequence[str]) -> list[str]:
 
 
 def dash_advice(name: str, command: Any) -> str:
-    """Return advice if an unknown option is the start of an argument such as "-5 + 3 = ?", else "".
-
-    name: the unknown option. command: the command that refused it.
-    """
+    """Return advice if an unknown option is the start of an argument such as "-5 + 3 = ?", else ""."""
     takes_text = any(param.param_type_name == "argument" for param in command.params)
     if not (takes_text and name[1:2].isdigit()):
         return ""
@@ -126,7 +123,7 @@ def dash_advice(name: str, command: Any) -> str:
 
 
 def too_many(context: Any, surplus: Sequence[str]) -> str:
-    """Return the message for arguments that a command does not take. surplus: these arguments."""
+    """Return the message for arguments that a command does not take."""
     from shlex import quote
 
     path, command = context.command_path, context.command

@@ -65,10 +65,7 @@ def check_apart(*named: tuple[str, Path | None]) -> None:
 
 
 def records_path(records: str | None, resume: bool) -> Path | None:
-    """Check the options --records and --resume. Return the path, or None without --records.
-
-    Raises UsageError.
-    """
+    """Check --records and --resume. Return the path, or None without --records. Raises UsageError."""
     if records is None:
         if resume:
             raise UsageError("--resume needs the file to go on with: --records FILE")
@@ -87,10 +84,7 @@ def records_path(records: str | None, resume: bool) -> Path | None:
 
 
 def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
-    """Return the message after Ctrl-C.
-
-    n_done: number of finished units. n: number of all units. path: the file of --records.
-    """
+    """Return the message after Ctrl-C. path: the file of --records."""
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
     return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"
@@ -106,10 +100,7 @@ def check_picture(path: Path | None) -> None:
 
 
 def check_packages(name: str, packages: Sequence[str], extra: str) -> None:
-    """Raise UsageError if a package is not installed.
-
-    name: the option or task that needs the packages. extra: the extra of kvtool that installs the packages.
-    """
+    """Raise UsageError if a package is not installed. extra: the extra of kvtool that installs it."""
     from importlib.util import find_spec
 
     if missing := [package for package in packages if find_spec(package) is None]:

@@ -76,14 +76,7 @@ def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
 class ProgressLine:
     """A line about work in progress. It shows how much is done and the remaining time.
 
-    Attributes
-    ----------
-    label
-        Start of the line, for example "reading".
-    unit
-        Name of the units that are counted.
-    started
-        Time of the monotonic clock at which the work started, in seconds.
+    started: time of the monotonic clock at which the work started, in seconds.
     """
 
     label: str
@@ -137,7 +130,7 @@ def restoring_progress(archive: Archive | None) -> Iterator[None]:
 def line_progress(label: str, unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
     """Yield a callback that takes the number of finished units and the number of all units.
 
-    It draws a line if stderr is a terminal and the work takes long. label, unit: see `ProgressLine`.
+    It draws a line if stderr is a terminal and the work takes long.
     """
     progress, status = ProgressLine(label, unit), None
 
@@ -165,8 +158,7 @@ def line_progress(label: str, unit: str = "tokens") -> Iterator[Callable[[int, i
 def tokens_progress(label: str, n: int, n_done: int = 0) -> Iterator[Callable[..., None]]:
     """Yield a callback that takes the number of finished tokens and, optionally, a new text for the bar.
 
-    n: number of all tokens. label: the first text next to the bar. n_done: number of tokens that are finished
-    at the start.
+    n_done: number of tokens that are finished at the start.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -188,7 +180,7 @@ def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[..., None]]:
     its record when it has ended. In a terminal, it also draws bars below the lines: one for the current run,
     and one for all runs.
 
-    n_run: number of runs. n_token: number of tokens that each run scores.
+    n_token: number of tokens that each run scores.
     """
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

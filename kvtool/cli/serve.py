@@ -38,10 +38,7 @@ _serving = partial(option, group=SERVER)
 
 
 def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Check origins, and return them in lower case, because browsers send origins in lower case.
-
-    Raises UsageError.
-    """
+    """Check origins, and return them in lower case, as browsers send them. Raises UsageError."""
     for origin in raw or ():
         if not re.fullmatch(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s]+", origin):
             raise UsageError(
@@ -202,7 +199,7 @@ def _site(
 def _open(
     site: Site, run: RunOptions, serving: _ServeOptions, generation: GenerationOptions
 ) -> AbstractContextManager[SlotPool]:
-    """Return a context that opens the first engine. Raises KvtoolError: see `opened`."""
+    """Return a context that opens the first engine."""
     from kvtool.serve.opening import opened
 
     return opened(
@@ -220,7 +217,7 @@ def _open(
 
 
 def _checked_thinking(generation: GenerationOptions, template: Template) -> ThinkingOptions:
-    """Return the thinking of requests that set none. Raises UsageError: see `with_thinking`."""
+    """Return the thinking of requests that set none. Raises UsageError."""
     from kvtool.chats.effort import Efforts
     from kvtool.serve.api.thinking import ThinkingOptions
 

@@ -70,10 +70,7 @@ def show(file: File, as_json: Json = False) -> None:
 
 
 def _print(info: dict[str, Any], has_archive: bool) -> None:
-    """Print the values as a table, except the problem, which is printed as an error.
-
-    Of the system prompt, only the first words are printed.
-    """
+    """Print the values as a table, without the problem, and only the first words of the system prompt."""
     from kvtool.chats.undo import first_words
     from kvtool.cli.console import print_table
 

@@ -61,12 +61,8 @@ The keys are the first three letters of the types' names, because some versions 
 class Setting(NamedTuple):
     """A value of an option that comes from a variable or from the file.
 
-    Attributes
-    ----------
-    value
-        The value in the form that the command's parser takes.
-    source
-        Where the value was set, for messages: a variable, or the file with table and key.
+    value: the value in the form that the command's parser takes.
+    source: where the value was set, for messages: a variable, or the file with table and key.
     """
 
     value: Any
@@ -76,17 +72,10 @@ class Setting(NamedTuple):
 class Table(NamedTuple):
     """A table of the file.
 
-    Attributes
-    ----------
-    words
-        The words in the table's name. They are the words of a command, or () for the top level. The words of
-        a model's table begin with "models" and the name of the model.
-    values
-        The keys and values of the table.
-    title
-        The file and the table's name. Messages use this text for the table.
-    is_own
-        True if the table belongs to one command and may contain only options of this command.
+    words: the words in the table's name. They are the words of a command, or () for the top level. The words
+    of a model's table begin with "models" and the name of the model.
+    title: the file and the table's name. Messages use this text for the table.
+    is_own: True if the table belongs to one command and may contain only options of this command.
     """
 
     words: Words
@@ -159,10 +148,7 @@ def default_model() -> str | None:
 
 
 def config_file() -> Path:
-    """Return the path of the file, which may not exist.
-
-    This is $KVTOOL_CONFIG, or else config.toml in the platform's folder for settings.
-    """
+    """Return the path of the file, which may not exist: $KVTOOL_CONFIG or the platform's config.toml."""
     if chosen := os.environ.get("KVTOOL_CONFIG"):
         return Path(chosen).expanduser()
 
@@ -191,10 +177,7 @@ def variables(param: Any, words: Iterable[str] = ()) -> list[str]:
 
 
 def checked(param: Any, value: Any, source: str) -> Any:
-    """Convert a value from the file to the form that the parser takes.
-
-    Raises UsageError if the value has the wrong type.
-    """
+    """Convert a value from the file to the form that the parser takes. Raises UsageError for a wrong type."""
     if param.multiple:
         values = value if isinstance(value, list) else [value]
         return tuple(_scalar("text", each, source) for each in values)
@@ -216,7 +199,7 @@ def tables() -> Iterator[Table]:
 
 
 def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Table]:
-    """Yield a table and all tables inside this table. words: see `Table.words`."""
+    """Yield a table and all tables inside this table."""
     title = f"{path}: [{'.'.join(map(_quoted, words))}]" if words else f"{path}:"
     if words and words[0] not in COMMANDS:
         raise UsageError(f"{title} is not a command.{suggestion(words[0], COMMANDS)}")

@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 
 def of_model(run: RunOptions, name: str | None) -> RunOptions:
-    """Return the options with the model that the argument names. Raises UsageError if -m was also typed.
-
-    name: the argument, or None if it was not typed.
-    """
+    """Return the options with the model that the argument names. Raises UsageError if -m was also typed."""
     if name is None:
         return run
     if len(name.split()) > 1 and not exists(name):

@@ -23,10 +23,7 @@ _BLOCK = 32
 
 
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
-    """Raise UsageError if the archive options cannot work.
-
-    kinds: the policies with which the options are used, by name.
-    """
+    """Raise UsageError if the archive options cannot work with the policies `kinds`, given by name."""
     check_file(run.archive_file)
     limit(run.archive, run.archive_file)
     flags = run.typed_archive
@@ -40,13 +37,10 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
 
 
 def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
-    """Return the engine's setting for the limit of the archive.
+    """Return the engine's setting for the values of --archive and --archive-file.
 
-    It is {"archive": tokens}, {"archive_bytes": bytes}, or {} without --archive.
-
-    Raises UsageError if the text is not a size, or if the memory or the disk has fewer bytes than requested.
-
-    text, file: values of --archive and --archive-file.
+    It is {"archive": tokens}, {"archive_bytes": bytes}, or {} without --archive. Raises UsageError if the
+    text is not a size, or if the memory or the disk has fewer bytes than requested.
     """
     if text is None:
         return {}
@@ -71,10 +65,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
 
 
 def with_type(run: R, info: ModelInfo) -> R:
-    """Replace the archive type "auto" by a type that fits the model, and return the options.
-
-    info: header of the model.
-    """
+    """Replace the archive type "auto" by a type that fits the model, and return the options."""
     # imported here, because the import loads llama.cpp
     from kvtool.llama.libllama.devices import has_gpu
 

@@ -22,19 +22,7 @@ _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
 
 class Budget(NamedTuple):
-    """A budget from the command line.
-
-    Attributes
-    ----------
-    text
-        The text that the user typed: "512", "10%" or "64MiB".
-    n
-        Number of cells, or number of bytes if `in_bytes` is True.
-    in_bytes
-        True if the budget is in bytes.
-    n_ctx_train
-        Trained context length of the model, in tokens.
-    """
+    """A budget as the user typed it (`text`). n: number of cells, or of bytes if `in_bytes` is True."""
 
     text: str
     n: int
@@ -125,17 +113,9 @@ def in_cells(n: int, n_ctx_train: int) -> Budget:
 class Fitted(NamedTuple):
     """A policy with the parameters that fit a budget.
 
-    Attributes
-    ----------
-    policy
-        The policy, with all its parameters set.
-    n
-        Budget in cells.
-    n_batch
-        Maximum number of tokens of a batch.
-    note
-        Note for the user if the budget holds the whole context, or if batches of the requested size do not
-        fit into the budget. Otherwise None.
+    n: budget in cells.
+    note: note for the user if the budget holds the whole context, or if batches of the requested size do not
+    fit into the budget. Otherwise None.
     """
 
     policy: Policy
@@ -174,7 +154,7 @@ def fit_run(
 
 
 def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
-    """Fit the policy to the budget. layers: the layers of the model.
+    """Fit the policy to the budget.
 
     While a batch is read, a row may have more cells than its budget. A budget in bytes includes these cells.
     If every token is scored, a batch may not exceed the budget.

@@ -97,10 +97,7 @@ class GenerationOptions(Sampling, _LengthOptions):
 
     @classmethod
     def field(cls, name: str) -> str:
-        """Return the field to which a name belongs. Raises UsageError.
-
-        name: any of the names in `Option.names`.
-        """
+        """Return the field to which a name belongs: any name in `Option.names`. Raises UsageError."""
         names = {each: field for field, option in declared(cls).items() for each in option.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:

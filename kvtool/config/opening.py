@@ -33,19 +33,11 @@ _N_CELL = 4096
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine, and the options with which it runs.
+    """An engine with an empty cache, and the options with which it runs.
 
-    Attributes
-    ----------
-    engine
-        Engine with an empty cache.
-    info
-        Header of the engine's model.
-    run
-        The options that are used. They may have another policy than the requested options: see
-        `replace_recall`.
-    notes
-        Notes for the user about options that were changed or that have no effect.
+    run: the options that are used. They may have another policy than the requested ones: see
+    `replace_recall`.
+    notes: notes for the user about options that were changed or that have no effect.
     """
 
     engine: Engine
@@ -138,7 +130,7 @@ def check(run: RunOptions) -> policies.PolicySpec:
 
 
 def check_read_once(run: RunOptions, policy: str) -> None:
-    """Raise UsageError if a text is streamed and the policy reads texts twice. policy: name of the policy."""
+    """Raise UsageError if a text is streamed and the policy reads texts twice."""
     if run.scores and run.prefill is None and policies.load(policy).has_reconstruction():
         raise UsageError(
             f"`{policy}` reads a prompt twice, but here the text is read only once; choose another policy, "

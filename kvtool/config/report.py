@@ -91,10 +91,7 @@ def archive_limit(engine: Engine, n_slot: int = 1) -> str | None:
 
 
 def resident_cells(engine: Engine) -> str | None:
-    """Return a clause about the archived tokens that the device also holds (--resident), and their bytes.
-
-    None if there are no such tokens.
-    """
+    """Return a clause about archived tokens on the device (--resident) and their bytes, or None."""
     residents = engine.residents
     if not residents.n_token:
         return None

@@ -56,19 +56,11 @@ _hardware_option = partial(option, group=HARDWARE)
 class RunOptions(Options):
     """Options of a run.
 
-    Attributes
-    ----------
-    default_budget
-        Default budget in cells.
-    default_recall
-        Default budget in cells for policies that recall.
-    default_n_batch
-        Default maximum number of tokens in a batch.
-    scores
-        True if every token is scored. Then logits are computed for all tokens, and a batch may not exceed the
-        budget.
-    is_plain
-        True if the session's archive was written by an earlier version of kvtool, without Hadamard matrices.
+    default_budget, default_recall: default budgets in cells. default_recall is for policies that recall.
+    scores: True if every token is scored. Then logits are computed for all tokens, and a batch may not exceed
+    the budget.
+    is_plain: True if the session's archive was written by an earlier version of kvtool, without Hadamard
+    matrices.
     """
 
     default_budget: ClassVar[int] = 1024

@@ -49,18 +49,10 @@ _CHEAP_S = 1.0
 class CacheConfig:
     """Cache configuration.
 
-    Attributes
-    ----------
-    name
-        Name for display.
-    policy, budget
-        The policy, and its budget in cells. The budget is None for `full`.
-    flash
-        Flash attention: "on", "off" or "auto".
-    cache_type
-        Data type of keys and values.
-    resident
-        Number of archived tokens of each row that stay on the device. See `Settings.resident`.
+    budget: in cells. None for `full`.
+    flash: "on", "off" or "auto".
+    cache_type: data type of keys and values.
+    resident: number of archived tokens of each row that stay on the device.
     """
 
     name: str
@@ -72,10 +64,7 @@ class CacheConfig:
 
 
 def cache_configs(budgets: Mapping[str, int]) -> list[CacheConfig]:
-    """Return the configurations to measure.
-
-    budgets: the budget in cells of each policy.
-    """
+    """Return the configurations to measure. budgets: the budget in cells of each policy."""
     return [
         CacheConfig("full, flash off", flash="off"),
         CacheConfig("full, flash on", flash="on"),
@@ -90,8 +79,6 @@ class Row:
 
     Attributes
     ----------
-    config, depth
-        The cache configuration, and the depth in tokens.
     n_read
         Number of tokens of the batch to read.
     n_write
@@ -109,8 +96,6 @@ class Row:
         Resident memory of the process with the model, in bytes. None if the system does not report it.
     why
         Reason why the row cannot be measured, or None.
-    seconds
-        Seconds spent so far.
     """
 
     config: CacheConfig
@@ -136,10 +121,6 @@ class Row:
 
         what, policy, budget, flash, cache_type, resident, depth
             See `CacheConfig` and `Row`. `what` is the name of the configuration.
-        rounds
-            Number of rounds.
-        n_read
-            Number of tokens of the batch that was read.
         read_tokens_per_s, write_tokens_per_s, first_s
             Object with median, min and max of the rounds; null if nothing was measured.
         device_bytes
@@ -178,21 +159,10 @@ def sized(config: CacheConfig, depth: int, n_batch: int) -> Row:
 class Bench:
     """Measure rows of one model.
 
-    Parameters
-    ----------
-    settings
-        Settings of all rows; a row's configuration changes some of them.
-    rounds
-        Maximum number of rounds of a row.
-    row_s
-        Time in seconds after which a row gets no more rounds.
-
-    Attributes
-    ----------
-    rows
-        All rows, with their results so far.
-    stop
-        Set to True to end measuring after the current step.
+    settings: settings of all rows; a row's configuration changes some of them.
+    rounds: maximum number of rounds of a row.
+    row_s: time in seconds after which a row gets no more rounds.
+    stop: set this attribute to True to end measuring after the current step.
     """
 
     def __init__(

@@ -28,7 +28,6 @@ from kvtool.system.files import locked, replacing
 from kvtool.system.paths import cache_dir
 
 N_TOP = 2048
-"""Number of tokens whose log-probabilities a reference stores for each prediction."""
 
 MAX_BYTES = 2 * 2**30
 """Maximum bytes of all references together."""
@@ -50,17 +49,10 @@ class Scores(ABC):
 
     `score` fills the arrays, batch by batch.
 
-    Attributes
-    ----------
-    n_done
-        Number of tokens scored so far.
-    nll
-        f64[n - 1], nll of the full cache in nats.
-    kl
-        f64[n - 1], KL(full || run) in nats.
-    same
-        b1[n - 1], True if the run and the full cache have the same most likely token. If several tokens are
-        equally likely, the lowest id is used.
+    nll: f64[n - 1], nll of the full cache in nats.
+    kl: f64[n - 1], KL(full || run) in nats.
+    same: b1[n - 1], True if the run and the full cache have the same most likely token. If several tokens are
+    equally likely, the lowest id is used.
     """
 
     def __init__(self, n: int) -> None:
@@ -135,11 +127,9 @@ class ReferenceWriter(Scores):
 
 @contextmanager
 def writing(path: Path, n: int, n_vocab: int) -> Iterator[Scores]:
-    """Yield a `ReferenceWriter`. The file at `path` appears only when it is complete.
+    """Yield a `ReferenceWriter`. The file at `path` appears only when it is complete. Raises OSError.
 
     If another process has finished the file meanwhile, yield a `ReferenceReader` instead.
-
-    Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_suffix(".lock")):
@@ -162,10 +152,7 @@ def _folder() -> Path:
 
 
 def _make_room(newest: Path) -> None:
-    """Delete the least recently used references until all references together fit into MAX_BYTES.
-
-    The newest reference is never deleted.
-    """
+    """Delete the least recently used references, but never the newest, until MAX_BYTES is enough."""
     references = []
     for path in newest.parent.iterdir():
         # other processes may delete files meanwhile

@@ -37,15 +37,9 @@ KEY = (
 class Common:
     """Common data of all runs of a grid.
 
-    Attributes
-    ----------
-    what
-        Fields that are the same in every record: model, text and versions.
-    options
-        Options of all runs; each run changes some of them. Context length and batch size are resolved to
-        numbers.
-    n_tokens
-        Number of tokens of the text.
+    what: fields that are the same in every record: model, text and versions.
+    options: options of all runs; each run changes some of them. Context length and batch size are resolved to
+    numbers.
     """
 
     what: Mapping[str, Any]
@@ -68,10 +62,6 @@ class Run:
         Policy with its parameters, as the user typed it.
     options
         Options of the run. They include the budget in cells and the number of tokens between evictions.
-    policy
-        The policy, fitted to the budget.
-    settings
-        Settings of the run's engine.
     params
         All parameters of the policy, with their values.
     typed_budget
@@ -164,10 +154,7 @@ def runs(
 
 
 def keeps_all_it_needs(wanted: str) -> bool:
-    """Return True for a policy that never evicts or is `capped`. Raises UsageError.
-
-    wanted: policy with its parameters, as the user typed it.
-    """
+    """Return True for a policy that never evicts or is `capped`. Raises UsageError."""
     policy = policies.load(split_policy(wanted)[0])
     return policy.capped or not policy.evicts
 

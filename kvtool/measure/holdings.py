@@ -157,7 +157,6 @@ def watch(
     The text is streamed as in `perplexity`, so that evictions follow the policy's schedule exactly. Snapshots
     are taken at ends of batches, about equally spaced. If the engine reads the text as a whole instead, there
     is only one snapshot, after the eviction. Attention to an archive is counted from the first eviction on.
-    Raises the errors of Engine.step and Engine.read.
     """
     n = len(tokens)
     rows = engine.cells()

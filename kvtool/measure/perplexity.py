@@ -43,7 +43,7 @@ def stream(
 
 
 def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
-    """Yield the result of `stream`, batch by batch. Raises the errors of `check_finite`."""
+    """Yield the result of `stream`, batch by batch."""
     for part in engine.steps(tokens):
         target = tokens[part.start + 1 : part.stop + 1]
         nll = score(engine.context.logits()[: len(target)], target)

@@ -34,10 +34,7 @@ def text_sha256(model: Model, tokens: np.ndarray) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the programs that results depend on.
-
-    Raises LibraryError if llama.cpp is missing.
-    """
+    """Return the versions of the programs that results depend on. Raises LibraryError without llama.cpp."""
     from kvtool import __version__
     from kvtool.llama.libllama.devices import library_info
 

@@ -18,17 +18,7 @@ _AGAINST_BEST = ("best_other", "nll_minus_best", "nll_minus_best_stderr", "nll_m
 
 @dataclass(slots=True)
 class ComparisonResults:
-    """Records of a grid.
-
-    Attributes
-    ----------
-    common
-        Common data of all runs.
-    grid
-        Runs in order.
-    of_run
-        Record of each run that has one.
-    """
+    """Records of a grid. of_run: the record of each run that has one."""
 
     common: Common
     grid: Sequence[Run]
@@ -46,10 +36,7 @@ class ComparisonResults:
                 self.of_run[run] = record
 
     def missing(self, kl: bool = False) -> list[Run]:
-        """Return the runs that have no record and the runs that failed.
-
-        kl: True to add the runs without a divergence.
-        """
+        """Return the runs that have no record or failed. kl: True to add the runs without a divergence."""
         return [run for run in self.grid if _rank(self.of_run.get(run)) < (3 if kl else 2)]
 
     def failed(self) -> list[Run]:

@@ -27,8 +27,6 @@ class Entry:
         SHA-256 of the file as 64 hex digits. None if the line has a dash.
     size
         Size in bytes. None if the line has a dash.
-    licence
-        Licence of the weights.
     note
         Remarks such as "recommended" or "about 2.5 GB", separated by semicolons.
     """
@@ -86,10 +84,7 @@ class Entry:
 
 
 def registry() -> dict[str, Entry]:
-    """Return the entries by name, in the order of models.txt. Raises ModelError.
-
-    The first entry is the default model.
-    """
+    """Return the entries by name, in the order of models.txt. The first is the default. Raises ModelError."""
     package = Path(__file__).parent.parent
     for path in (package / "models.txt", package.parent / "models.txt"):
         if path.is_file():

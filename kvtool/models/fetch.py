@@ -98,10 +98,7 @@ def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
 
 
 def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:
-    """Yield the blocks of a file, each with the size of the whole file. Raises ModelError.
-
-    The size is None if the server does not send it.
-    """
+    """Yield the file's blocks, each with the size of the file, or None if the server does not send it."""
     # imported here, because only a download needs it
     from http.client import HTTPException
     from urllib.error import HTTPError

@@ -48,11 +48,8 @@ class HeaderReader:
     This is faster than gguf's GGUFReader, which creates an object for every token of the vocabulary. For
     49,000 tokens that takes 1.6 s.
 
-    Attributes
-    ----------
-    tensors
-        Size in bytes of each tensor in the file, by name. `header` fills it. The size is 0 if the gguf
-        package does not know the tensor's type.
+    tensors: size in bytes of each tensor in the file, by name. `header` fills it. The size is 0 if the gguf
+    package does not know the tensor's type.
     """
 
     def __init__(self, path: Path, data: mmap.mmap):

@@ -14,17 +14,7 @@ from kvtool.models.weights import Weights
 
 
 class File(NamedTuple):
-    """One GGUF file.
-
-    Attributes
-    ----------
-    size
-        Size in bytes.
-    tensors
-        Size in bytes of each tensor, by name.
-    metadata
-        Values of the header by key. See `ModelInfo.metadata`.
-    """
+    """One GGUF file: its size in bytes, the size in bytes of each tensor by name, and its metadata."""
 
     size: int
     tensors: dict[str, int]
@@ -45,30 +35,14 @@ class ModelInfo:
         Total size in bytes.
     architecture
         llama.cpp's name of the architecture, such as "llama".
-    name
-        Name of the model, from its header.
     quantization
         Type of most weights, such as "Q4_K_M".
     n_layer
         Number of layers with a cache.
-    n_head
-        Number of query heads of each layer.
-    n_head_kv
-        Number of KV heads of each layer.
-    head_size_k
-        Dimension of a key of one head.
-    head_size_v
-        Dimension of a value of one head.
-    n_ctx_train
-        Context length in tokens for which the model was trained.
-    tokenizer
-        True if the file has a tokenizer.
-    chat_template
-        True if the file has a chat template.
+    n_head, n_head_kv
+        Numbers of query heads and of KV heads of each layer.
     metadata
         Values of the header by key. Arrays of strings and arrays longer than MAX_LAYERS are None.
-    weights
-        Sizes of the weights.
     has_mtp
         True if the file has layers for multi-token prediction.
     """
@@ -122,10 +96,7 @@ def read(path: Path) -> ModelInfo:
 
 
 def read_file(path: Path) -> File:
-    """Read the header of one file, which may be any part of a model.
-
-    Raises ModelError if the file is incomplete.
-    """
+    """Read the header of any part of a model. Raises ModelError if the file is incomplete."""
     try:
         size = path.stat().st_size
         if path.is_dir():

@@ -43,14 +43,8 @@ _TIMEOUT_S = 10
 class Reference:
     """A repository with an optional revision and file, parsed from hf:OWNER/REPO[@REVISION][:QUANT].
 
-    Attributes
-    ----------
-    repo
-        OWNER/REPO.
-    revision
-        A branch, tag or commit; None for the main branch.
-    quant
-        A quantization, or the path of a file in the repository; "" if the text names neither.
+    revision: a branch, tag or commit; None for the main branch.
+    quant: a quantization, or the path of a file in the repository; "" if the text names neither.
     """
 
     repo: str

@@ -44,12 +44,8 @@ class Layer(NamedTuple):
     ----------
     number
         Index of the layer among all layers of the model.
-    kind
-        Kind of the cache.
     owner
         `number` of the layer whose cells this layer reads: this layer or an earlier layer.
-    n_head_kv
-        Number of KV heads.
     head_size_k
         Dimension of a key of one head.
     head_size_v
@@ -75,6 +71,8 @@ class Layer(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Layers:
     """All layers of a model that have a cache.
+
+    The methods raise UsageError for a cache type that does not fit the model's heads.
 
     Attributes
     ----------
@@ -150,32 +148,20 @@ class Layers:
         return [name for name, is_present in features.items() if is_present]
 
     def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the size of a token in all rows, in bytes: keys, values, and keys of an index.
-
-        Raises UsageError for a type that does not fit the model's heads.
-        """
+        """Return the size of a token in all rows, in bytes: keys, values, and keys of an index."""
         return self._token_bytes(Kind.ROWS, type_k, type_v) + self._token_bytes(Kind.INDEX, type_k, type_v)
 
     def swa_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the size of the sliding layers' cache in bytes. It does not depend on the budget.
-
-        n_batch: maximum tokens of a batch. Raises UsageError for a type that does not fit the heads.
-        """
+        """Return the size of the sliding layers' cache in bytes. It does not depend on the budget."""
         n_cell = -(-(self.n_swa + n_batch) // PAD) * PAD
         return n_cell * self._token_bytes(Kind.SLIDING, type_k, type_v)
 
     def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the size of the caches of sliding and recurrent layers, in bytes.
-
-        Raises UsageError: see `cell_bytes`.
-        """
+        """Return the size of the caches of sliding and recurrent layers, in bytes."""
         return self.swa_bytes(n_batch, type_k, type_v) + self.recurrent_bytes
 
     def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return how many cells fit into n_bytes after `fixed_bytes` are subtracted.
-
-        Raises UsageError: see `cell_bytes`.
-        """
+        """Return how many cells fit into n_bytes after `fixed_bytes` are subtracted."""
         rest = n_bytes - self.fixed_bytes(n_batch, type_k, type_v)
         cell_bytes = self.cell_bytes(type_k, type_v)
         return max(rest, 0) // cell_bytes if cell_bytes else 0
@@ -189,7 +175,6 @@ class Layers:
         for PAD cells and a batch of one token.
 
         n_batch: maximum batch size. Sliding layers need more memory for larger batches.
-        Raises UsageError: see `cell_bytes`.
         """
         n_ctx_train = min(n_ctx_train, self.max_cells // PAD * PAD or self.max_cells)
         most = -(-n_ctx_train // PAD) * PAD
@@ -207,7 +192,7 @@ class Layers:
         return 0, 1
 
     def smallest_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Return the size in bytes of a cache with PAD cells and batches of one token. Raises UsageError."""
+        """Return the size in bytes of a cache with PAD cells and batches of one token."""
         return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(1, type_k, type_v)
 
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:

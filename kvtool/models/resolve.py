@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def named(name: str | None = None) -> str:
-    """Return the given name, or else $KVTOOL_MODEL, or else the first name in models.txt.
-
-    Raises ModelError if models.txt is missing or wrong.
-    """
+    """Return the given name, or else $KVTOOL_MODEL, or else the first name in models.txt."""
     return name or os.environ.get("KVTOOL_MODEL") or next(iter(registry()))
 
 
@@ -29,17 +26,13 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
     """Download a model if necessary. Return the path of its file, or of its first part if it is split.
 
     name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT). If it is None, `named`
-    chooses the model.
-    progress: called during the download. Raises ModelError.
+    chooses the model. Raises ModelError.
     """
     return pull(named(name), progress, paths=True)
 
 
 def pull(name: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
-    """Download the model with this name, URL or repository if necessary. Return the path of its file.
-
-    paths: True to also accept the path of a file. Raises ModelError.
-    """
+    """Like `resolve`, for a name that is not None. paths: True to also accept the path of a file."""
     entries = registry()
     if name in entries:
         entry = entries[name]

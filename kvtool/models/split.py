@@ -8,10 +8,7 @@ _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all parts in order, given the name of any part.
-
-    If the model is not split, return [name].
-    """
+    """Return the names of all parts in order, given the name of any part; [name] for an unsplit model."""
     match = _PART.fullmatch(name)
     if not match or not 1 <= int(match[2]) <= int(match[3]):
         return [name]

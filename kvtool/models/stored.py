@@ -18,14 +18,9 @@ from kvtool.system.texts import exists
 class Stored:
     """A downloaded model, or the remains of an interrupted download.
 
-    Attributes
-    ----------
-    name
-        The model's name for `-m`: a name of models.txt, a URL or a repository.
-    files
-        Paths of the files. The first is the model itself or its first part.
-    is_whole
-        True if all files of the model are complete.
+    name: the model's name for `-m`: a name of models.txt, a URL or a repository.
+    files: paths of the files. The first is the model itself or its first part.
+    is_whole: True if all files of the model are complete.
     """
 
     name: str

@@ -31,10 +31,7 @@ BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.sp
 
 
 def unsupported(info: ModelInfo) -> str | None:
-    """Return the reason why kvtool cannot run this model, or None.
-
-    This looks only at the header. `Model.layers` makes further checks after the model is loaded.
-    """
+    """Return the reason why kvtool cannot run this model, or None. This looks only at the header."""
     reason = BY_NAME.get(info.architecture)
     if info.metadata.get(f"{info.architecture}.attention.causal") is False:
         reason = reason or "its tokens attend to later ones"

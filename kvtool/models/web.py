@@ -29,10 +29,7 @@ def folder_of(url: str) -> Path:
 
 
 def cached(url: str) -> Path | None:
-    """Return the path of the model's file or first part. Raises ModelError.
-
-    Return None unless all parts are downloaded.
-    """
+    """Return the path of the model's file or first part, or None if a part is missing. Raises ModelError."""
     folder = folder_of(url)
     paths = [folder / name for _, name in _files(url)]
     return paths[0] if all(path.is_file() for path in paths) else None

@@ -17,19 +17,11 @@ Shared experts have other names.
 class Weights(NamedTuple):
     """Sizes of a model's weights in bytes.
 
-    Attributes
-    ----------
-    dense
-        Size of each layer without its experts. The last `n_mtp` layers are for multi-token prediction (MTP).
-    experts
-        Size of each layer's experts; 0 in layers without experts.
-    output
-        Size of the tensors after the last layer. A model without an output matrix uses a copy of its token
-        embeddings instead. This size includes the copy. llama.cpp leaves the original in host memory.
-    names
-        Names of all tensors.
-    n_mtp
-        Number of MTP layers.
+    dense: size of each layer without its experts. The last `n_mtp` layers are for multi-token prediction
+    (MTP).
+    experts: size of each layer's experts; 0 in layers without experts.
+    output: size of the tensors after the last layer. A model without an output matrix uses a copy of its
+    token embeddings instead. This size includes the copy. llama.cpp leaves the original in host memory.
     """
 
     dense: tuple[int, ...]
@@ -40,10 +32,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, int], n_layer: int, n_mtp: int = 0) -> "Weights":
-        """Sum up the sizes of tensors by layer. tensors: size by name.
-
-        The model has n_layer layers. The last n_mtp of them are for MTP.
-        """
+        """Sum up the sizes of tensors by layer. The last n_mtp of the n_layer layers are for MTP."""
         dense, experts, output = [0] * n_layer, [0] * n_layer, 0
         for name, n_bytes in tensors.items():
             layer = _LAYER.match(name)
@@ -69,14 +58,9 @@ class Weights(NamedTuple):
 class PlacedWeights(NamedTuple):
     """Place of a model's weights.
 
-    Attributes
-    ----------
-    n_gpu_layers
-        Number of layers on the GPU, counted from the end. The output is counted as the last layer.
-    n_cpu_moe
-        Number of layers whose experts stay in host memory, counted from the first layer.
-    gpu_bytes
-        Bytes of weights and cache on the GPU.
+    n_gpu_layers: number of layers on the GPU, counted from the end. The output is counted as the last layer.
+    n_cpu_moe: number of layers whose experts stay in host memory, counted from the first layer.
+    gpu_bytes: bytes of weights and cache on the GPU.
     """
 
     n_gpu_layers: int

@@ -110,10 +110,7 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file. Devices and pipes are written directly.
-
-    If an OSError is raised, the old file is unchanged.
-    """
+    """Replace a file, as `replacing` does. Devices and pipes are written directly. Raises OSError."""
     if path.exists() and not path.is_file():
         with path.open("wb") as device:
             device.write(data)
@@ -182,10 +179,9 @@ def set_aside(path: Path, *suffixes: str) -> Path:
 
 
 def second_name(path: Path, spare: Path) -> Path:
-    """Give a file the second name `spare`, and return this name. Raises OSError if the name exists already.
+    """Give a file the second name `spare`, and return this name. Raises OSError, also if the name exists.
 
-    The second name is a hard link. If the file system has no hard links, the file is copied. Other faults
-    also raise OSError.
+    The second name is a hard link. If the file system has no hard links, the file is copied.
     """
     try:
         os.link(path, spare)

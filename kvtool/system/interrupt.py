@@ -164,7 +164,7 @@ def _handled(handler: Callable[..., object], numbers: Sequence[int] = (signal.SI
 
 @contextmanager
 def like_ctrl_c() -> Iterator[list[int]]:
-    """Inside the block, SIGHUP (the terminal is closed) and SIGTERM do what Ctrl-C does.
+    """Inside the block, SIGHUP and SIGTERM do what Ctrl-C does.
 
     Yields a list to which each of these signals is added. An ignored signal stays ignored.
     """
@@ -187,9 +187,8 @@ def _not_ignored() -> list[int]:
 def notifying(notify: Callable[[], None]) -> Iterator[None]:
     """Inside the block, Ctrl-C, SIGHUP and SIGTERM also call `notify` immediately, from another thread.
 
-    SIGHUP and SIGTERM do this only if they have a handler.
-
-    Python runs a signal handler only after C code has returned, and a step of llama.cpp can take seconds.
+    SIGHUP and SIGTERM do this only if they have a handler. Python runs a signal handler only after C code has
+    returned, and a step of llama.cpp can take seconds.
     """
     import socket
 
@@ -215,7 +214,7 @@ def notifying(notify: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def terminating(writer: Any) -> Iterator[Callable[[], bool]]:
-    """Inside the block, SIGHUP (the terminal is closed) and SIGTERM stop the writer after its current step.
+    """Inside the block, SIGHUP and SIGTERM stop the writer after its current step.
 
     The block can then save the text. After the block, the signal is raised again and ends the process. Yields
     a function that returns True if there was such a signal. An ignored signal stays ignored.

@@ -47,10 +47,7 @@ def shown(text: object) -> str:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Encode a value as ASCII JSON.
-
-    Bytes of a path that are not UTF-8 become U+FFFD. Numbers that JSON does not have become null.
-    """
+    """Encode a value as ASCII JSON. NaN and infinite numbers become null; for paths, see `shown`."""
     import json
 
     return json.dumps(_cleaned(value), indent=indent, allow_nan=False)
@@ -95,14 +92,8 @@ class TextSource:
     Line ends are not converted. Otherwise, the text would differ, and its perplexity could not be compared
     with earlier results or with other programs.
 
-    Attributes
-    ----------
-    name
-        Name of the text in messages.
-    is_whole
-        True if the whole text has been read.
-
-    Raises InputError if the text cannot be read, or if its first bytes are not text in UTF-8.
+    name: name of the text in messages. Raises InputError if the text cannot be read, or if its first bytes
+    are not text in UTF-8.
     """
 
     def __init__(self, file: str) -> None:
@@ -122,10 +113,9 @@ class TextSource:
             raise
 
     def start(self, n_bytes: int | None = None) -> str:
-        """Read until n_bytes bytes are available, and return the text of all bytes read so far.
+        """Read until n_bytes bytes are available (None: all), and return the text of all bytes read so far.
 
-        n_bytes: number of bytes, or None to read the whole text. If the last character is incomplete, it is
-        left out. Raises InputError.
+        If the last character is incomplete, it is left out. Raises InputError.
         """
         try:
             missing = -1 if n_bytes is None else max(n_bytes - len(self._data), 0)
@@ -171,9 +161,6 @@ def exists(name: str) -> bool:
 
 
 def read_text(file: str) -> str:
-    """Return the text of a file, or of stdin for "-", with line ends as LF.
-
-    Raises InputError if it is not text in UTF-8.
-    """
+    """Return the text of a file, or of stdin for "-", with line ends as LF. Raises InputError."""
     with closing(TextSource(file)) as source:
         return with_lf(source.start())

@@ -81,10 +81,7 @@ class Haystack(Task):
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
-    """Return the sentences of text files, and of .txt files in folders.
-
-    Raises InputError if there are no sentences.
-    """
+    """Return the sentences of `texts_of`. Raises InputError if there are none."""
     all_sentences = [sentence for text in texts_of(files) for sentence in sentences(text)]
     if not all_sentences:
         raise InputError(f"no text in {', '.join(map(str, files))}")

@@ -46,8 +46,6 @@ class Dataset:
 
     Attributes
     ----------
-    n_max
-        Maximum tokens of an answer.
     metric
         Function that scores an output against a reference. `classification` also gets the classes.
     prompt

@@ -47,10 +47,7 @@ def f1(output: str, reference: str) -> float:
 
 
 def subspan(output: str, reference: str) -> float:
-    """Lost in the Middle's "best subspan EM": 1 if the output contains the reference.
-
-    Output and reference are normalized first.
-    """
+    """Lost in the Middle's "best subspan EM": 1 if the output contains the reference, both normalized."""
     return float(normalized(reference) in normalized(output))
 
 

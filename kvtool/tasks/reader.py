@@ -53,30 +53,17 @@ class Reader:
     Budgets may depend on the prompt. If a prompt needs another policy or budget, a new engine replaces the
     old one.
 
-    Parameters
-    ----------
-    policy_for
-        Function that returns the policy. Its arguments are the number of tokens of the prompt and the maximum
-        number of tokens of the answer.
-    template
-        Chat template, if prompts are a user's turn. None if prompts are plain text.
-    n_prompt
-        Maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. By default, the
-        prompt and the answer together fit in the trained context.
-    beyond
-        True if n_prompt may be larger than that. False if the policy never evicts.
-    sampling, seed
-        Settings and seed of the sampler for answers. By default, the most likely token is always chosen.
+    policy_for: function that returns the policy. Its arguments are the number of tokens of the prompt and the
+    maximum number of tokens of the answer.
+    template: chat template, if prompts are a user's turn. None if prompts are plain text.
+    n_prompt: maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. By
+    default, the prompt and the answer together fit in the trained context.
+    beyond: True if n_prompt may be larger than that. False if the policy never evicts.
+    sampling, seed: of the sampler for answers. By default, the most likely token is always chosen.
 
-    Attributes
-    ----------
-    n_read
-        Number of tokens of the last prompt that were read.
-    is_cut
-        True if the middle of the last prompt was cut out.
-    while_reading
-        Function that is called before each step of reading a prompt. Its arguments are the number of tokens
-        read so far and the number of all tokens of the prompt.
+    n_read: number of tokens of the last prompt that were read.
+    while_reading: function that is called before each step of reading a prompt. Its arguments are the number
+    of tokens read so far and the number of all tokens of the prompt.
     """
 
     def __init__(
@@ -120,7 +107,6 @@ class Reader:
 
         as_it_is: True to read the prompt as plain text, without the template. uncut: True to never cut out
         its middle. Raises InputError if the policy keeps everything and the prompt does not fit in the cache.
-        Also raises Engine's errors.
         """
         template = None if as_it_is else self.template
         self.is_cut = False
@@ -131,7 +117,7 @@ class Reader:
     def ask(self, prompt: str, n_answer: int, *, question: str = "", opening: str = "") -> int:
         """Read a prompt without cutting it, and then the beginning of its answer.
 
-        Return the number of tokens that were read before the question. Raises the errors of `read`.
+        Return the number of tokens that were read before the question.
 
         question: the end of the prompt, which is read after the rest. With `--prefill whole`, the policy thus
         evicts before it knows the question. If the question is "", everything is read at once, and the number
@@ -173,8 +159,7 @@ class Reader:
     def read_turn(self, text: str) -> None:
         """Read a user's turn, up to the place where the answer begins. Earlier turns stay in the cache.
 
-        Without a template, the turn has the format of StreamingLLM, with USER and ASSISTANT. Raises Engine's
-        errors.
+        Without a template, the turn has the format of StreamingLLM, with USER and ASSISTANT.
         """
         is_first = self.engine.n_past == 0
         if self.template is None:

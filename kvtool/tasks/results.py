@@ -46,23 +46,14 @@ class Mean:
 class TaskResults:
     """Records of a task's items.
 
-    Parameters
-    ----------
-    about
-        Fields that all records share. Records of other evaluations in the same file have other values in
-        these fields.
-    items
-        Items in the task's order.
-    path
-        File to which records are appended. Items that already have a record in it are not asked again. If
-        None, records are only kept in memory.
-    one_stream
-        True to ignore an incomplete set of records in the file, and to ask all items again.
+    about: fields that all records share. Records of other evaluations in the same file have other values in
+    these fields.
+    items: items in the task's order.
+    path: file to which records are appended. Items that already have a record in it are not asked again. If
+    None, records are only kept in memory.
+    one_stream: True to ignore an incomplete set of records in the file, and to ask all items again.
 
-    Raises
-    ------
-    InputError
-        For two items with the same id and text, and for a file that cannot be read.
+    Raises InputError for two items with the same id and text, and for a file that cannot be read.
     """
 
     def __init__(

@@ -28,12 +28,6 @@ class Item:
     ----------
     id
         Name, which is unique among all items of the task, from all files.
-    prompt
-        Text that the model reads.
-    references
-        Right answers.
-    choices
-        Answers to choose from.
     about
         Additional fields for the record. Means can be computed for each value of a field: see `Task.by`.
     question
@@ -55,14 +49,8 @@ class Item:
 class ScoredAnswer:
     """Answer to an item, with its scores.
 
-    Attributes
-    ----------
-    output
-        Text that the model wrote, or the choice that it made.
-    scores
-        Scores by name. The summary has their means. The task's docstring defines the scores.
-    about
-        Additional fields for the record.
+    output: text that the model wrote, or the choice that it made.
+    scores: scores by name. The summary has their means. The task's docstring defines the scores.
     """
 
     output: Any
@@ -75,10 +63,6 @@ class Task(ABC):
 
     Attributes
     ----------
-    source
-        Source of the task and its scores.
-    needs_files
-        True if the task reads files that the user names.
     chat
         True if, by default, a prompt is a user's turn in the chat template. False if it is plain text.
     by

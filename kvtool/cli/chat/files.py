@@ -38,8 +38,6 @@ class ChatFiles:
     ----------
     run, generation
         The options that are saved in the session. `set` changes the sampling options among them.
-    path
-        Path of the session, or None.
     transcript
         File to which finished turns are appended, or None.
     unsaved
@@ -268,7 +266,7 @@ class ChatFiles:
                     yield spare
 
     def _drop_recovered(self) -> None:
-        """Delete the files among FILE.1, FILE.2, ... whose turns are all in the session again."""
+        """Delete the files of `_recovered`."""
         for spare in self._recovered():
             self._set_aside.remove(spare)
             with suppress(OSError, SessionError):

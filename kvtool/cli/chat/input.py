@@ -133,10 +133,7 @@ class Prompt:
 
 
 def confirmed(question: str) -> bool:
-    """Ask a question. Return True if the answer is "y" or "yes".
-
-    Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
-    """
+    """Return True if the answer is "y" or "yes". Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
     # do not use input(): without readline, it misses a Ctrl-C right after the question appears
     answer: str = PromptSession[str](enable_suspend=True).prompt(question)
     return answer.strip().lower() in ("y", "yes")
@@ -165,10 +162,7 @@ def meant(typed: str) -> tuple[str, bool]:
 
 
 def typed_as(text: str) -> str:
-    """Return a text that the user can type to send a turn with Enter.
-
-    `meant` converts this text back to the turn.
-    """
+    """Return a text that the user can type to send a turn with Enter: `meant` converts it to the turn."""
     ways = text, f"/{text}", f"{BLOCK}\n{text}\n{BLOCK}"
     return next((typed for typed in ways if meant(typed) == (text, False) and not goes_on(typed)), text)
 

@@ -44,12 +44,6 @@ class Terminal:
         Name of the policy, as the user typed it.
     notice
         Reports that the archive is full. None to report nothing.
-    plain
-        True if replies are shown exactly as the model writes them.
-    hide_thinking
-        True if thoughts are not shown.
-    thought
-        Thought of the last reply.
     tokens_per_s
         Speed of the last reply; 0 if the reply has at most one token.
     typed
@@ -59,8 +53,6 @@ class Terminal:
     last_typed
         Maps the last turn to the text that the user typed for it. In the turn, each @FILE is replaced by the
         text of the file.
-    keys
-        Hides typed characters while the chat is busy.
     """
 
     conversation: Conversation
@@ -127,10 +119,7 @@ class Terminal:
             self.note(f"the chat of {spare.name} is in {spare.stem} again")
 
     def may_leave(self) -> bool:
-        """Return True if the chat may end.
-
-        If turns are not saved because saving failed, return False once and say how to save them.
-        """
+        """Return True if the chat may end. If turns could not be saved, return False once, and say how to."""
         n, version = self.files.n_unsaved, self.conversation.version
         if not n or self._left == version:
             return True
@@ -245,10 +234,7 @@ class Terminal:
         return True
 
     def _read_turn(self, text: str, replaced: LastTurn | None) -> bool:
-        """Read a turn and show the progress. Return False if the user stopped reading.
-
-        replaced: the turn that this turn replaces, or None.
-        """
+        """Read a turn and show the progress. Return False if the user stopped reading."""
         from rich.text import Text
 
         from kvtool.cli.progress import ProgressLine
@@ -310,10 +296,7 @@ class Terminal:
     def _restore(
         self, replaced: LastTurn | None, n_before: int, last_typed: dict[str, str], thought: str
     ) -> None:
-        """Take a turn back, and restore the state before it.
-
-        replaced: see `_replied`. n_before: number of turns without this turn.
-        """
+        """Take a turn back, and restore the state before it. n_before: number of turns without this turn."""
         if replaced:
             self.conversation.put_back(replaced)
         elif self.conversation.n_turn > n_before:

@@ -49,10 +49,7 @@ def cells(terminal: Terminal, last: str) -> None:
 
 
 def stats(terminal: Terminal) -> None:
-    """Show the state of the chat: where its tokens are, the sizes in bytes, and the speed.
-
-    Some lines also name the option that changes a value.
-    """
+    """Show where the tokens of the chat are, the sizes in bytes, the speed, and options that change them."""
     from kvtool.measure.holdings import n_forgotten
 
     engine = terminal.engine

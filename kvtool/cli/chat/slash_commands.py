@@ -285,8 +285,8 @@ class Commands:
     def _rethink(self, effort: str | None, budget: int | None, change: str) -> bool:
         """Change how much the model thinks before a reply. Return False if nothing was changed.
 
-        If the model's template then renders earlier turns differently, the chat is first copied for /undo. If
-        the disk has no room for the copy, the user is asked, and may keep the old setting.
+        If the model's template then renders earlier turns differently, the chat is first copied: see
+        `_remember`.
 
         change: the command that the user typed. /undo shows it.
         """

@@ -281,10 +281,7 @@ def _reader(
 
 
 def _measure(task: Task, results: TaskResults, reader: Reader, n_items: int, *, as_json: bool) -> None:
-    """Ask the items that have no record yet, and show the progress. With --json, print each record.
-
-    n_items: number of all items of the task.
-    """
+    """Ask the items that have no record yet, and show the progress. With --json, print each record."""
     name = label = results.about["task"]
 
     def stopped() -> str:

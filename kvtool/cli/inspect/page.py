@@ -17,10 +17,7 @@ from kvtool.measure.holdings import Holdings
 
 
 def page(result: dict[str, Any], held: Holdings, texts: list[str], last: int) -> bytes:
-    """Return the web page, which contains all the data that it shows.
-
-    last: number of tokens that the page shows. These are the last tokens of the text.
-    """
+    """Return the web page, with all its data, for the last `last` tokens of the text."""
     first = max(len(texts) - last, 0)
     data = {
         "about": {

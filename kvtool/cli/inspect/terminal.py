@@ -49,8 +49,7 @@ Line = list[tuple[str, int]]
 def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
     """Print one line that shows the whole stream, and then the text of the last tokens.
 
-    The colour of a token shows the share of rows that hold the token. A terminal without 256 colours gets
-    marks below each line instead of colours.
+    A terminal without 256 colours gets marks below each line instead of colours.
 
     share: f64[n], share of rows that hold each token. archived: b1[n], True for tokens that only the archive
     holds.

@@ -33,14 +33,9 @@ _FREQUENT_ARE = "Answer: According to the coded text above, the three most frequ
 class CommonWords(Subtask):
     """Find the ten most frequent words of a list. A piece is a distinct word.
 
-    Attributes
-    ----------
-    n_common
-        Number of words to find.
-    often
-        Number of occurrences of each word to find.
-    seldom
-        Number of occurrences of each other word.
+    n_common: number of words to find.
+    often: number of occurrences of each word to find.
+    seldom: number of occurrences of each other word.
     """
 
     n_common: int = 10
@@ -88,11 +83,6 @@ class FrequentWords(Subtask):
     Words are ranked by frequency. The word of rank 1 is "...". The three words to find have ranks 2 to 4. In
     a text of n words, the word of rank k appears n / (k^2 zeta(2)) times, rounded down. The exponent 2 is
     RULER's alpha.
-
-    Attributes
-    ----------
-    n_letter
-        Number of letters of a word.
     """
 
     n_letter: int = 6

@@ -19,15 +19,10 @@ _QUESTION = f"{_ASK}\n\nQuestion: {{question}}"
 
 @dataclass(frozen=True, slots=True)
 class Questions(Subtask):
-    """Answer a question about documents that are hidden among other documents. A piece is a document.
+    """Parameters of a task with questions. A piece is a document.
 
     The question's own documents are chosen first, then other documents of the same article, then any other
-    documents. The text has them in random order.
-
-    Attributes
-    ----------
-    file
-        "squad" or "hotpotqa".
+    documents. The text has them in random order. file: "squad" or "hotpotqa".
     """
 
     file: str

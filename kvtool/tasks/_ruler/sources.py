@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 class Question:
     """A question about documents.
 
-    Attributes
-    ----------
-    text
-        The question.
-    answers
-        Right answers.
-    about
-        Texts of the question's own documents. Some of them have the answer.
-    near
-        Texts of other documents of the same article.
+    about: texts of the question's own documents. Some of them have the answer.
+    near: texts of other documents of the same article.
     """
 
     text: str
@@ -42,15 +34,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Questions, and the documents that they are about.
-
-    Attributes
-    ----------
-    texts
-        Texts of the documents, sorted and without duplicates.
-    questions
-        Questions, in random order.
-    """
+    """Questions in random order, and the texts of their documents, sorted and without duplicates."""
 
     texts: Sequence[str]
     questions: Sequence[Question]

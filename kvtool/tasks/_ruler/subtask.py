@@ -20,16 +20,9 @@ from kvtool.tasks._ruler.sources import Sources
 class Sample:
     """Text, question and right answers.
 
-    Attributes
-    ----------
-    context
-        RULER's introduction, and the text.
-    question
-        The question. It follows the text directly.
-    opening
-        Beginning of the answer: RULER's answer prefix, without the space before it.
-    answers
-        Right answers.
+    context: RULER's introduction, and the text.
+    question: the question. It follows the text directly.
+    opening: beginning of the answer: RULER's answer prefix, without the space before it.
     """
 
     context: str
@@ -44,19 +37,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Description of the sample that is requested.
-
-    Attributes
-    ----------
-    name
-        Name of the subtask.
-    number
-        Index of the sample among the subtask's samples. The first is 0.
-    length
-        Maximum tokens of the text and the answer together.
-    seed
-        Seed of all random choices.
-    """
+    """Request for a sample. number: index from 0. length: maximum tokens of text and answer together."""
 
     name: str
     number: int
@@ -71,14 +52,8 @@ class SampleSpec:
 class Subtask(ABC):
     """One of RULER's tasks.
 
-    Attributes
-    ----------
-    n_max
-        Maximum tokens of an answer.
-    needs
-        Sources that the subtask reads: "words", "essays", "squad" or "hotpotqa".
-    is_any
-        True if one of the right answers is enough.
+    needs: sources that the subtask reads: "words", "essays", "squad" or "hotpotqa".
+    is_any: True if one of the right answers is enough.
     """
 
     n_max: ClassVar[int]

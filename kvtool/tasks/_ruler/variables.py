@@ -24,12 +24,9 @@ _EXAMPLE = 500
 
 @dataclass(frozen=True, slots=True)
 class Variables(Subtask):
-    """Find all variables that get the same value in a chain of assignments. A piece is a line of filler.
+    """Parameters of the chain. A piece is a line of filler.
 
-    Attributes
-    ----------
-    n_hop
-        Number of assignments after the first. Each of them copies the previous variable.
+    n_hop: number of assignments after the first. Each of them copies the previous variable.
     """
 
     n_hop: int = 4
