@@ -42,21 +42,11 @@ class AfterThought(Constraint):
     cannot end before the end tag; a `Triggered` constraint, which allows any answer, has no such effect. If a
     token contains the end tag and more text, that text belongs to the answer.
 
-    Parameters
-    ----------
-    inner
-        Constraint of the answer. None if any answer is allowed.
-    model
-        Model whose vocabulary is used.
-    tags
-        Texts around a thought.
-    header
-        Reply header. It may open a thought or close a thought. Otherwise the model decides whether to think.
-    budget
-        Maximum tokens of the thought, without its tags; None for no limit.
-    may_call
-        True if a tool call may follow `Tags.bare_end`. The answer then begins after this text, and the inner
-        constraint must allow `Tags.plain` before other answers.
+    inner: constraint of the answer. None if any answer is allowed.
+    header: reply header. It may open or close a thought. Otherwise the model decides whether to think.
+    budget: maximum tokens of the thought, without its tags; None for no limit.
+    may_call: True if a tool call may follow `Tags.bare_end`. The answer then begins after this text, and the
+    inner constraint must allow `Tags.plain` before other answers.
     """
 
     def __init__(

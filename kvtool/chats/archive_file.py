@@ -88,17 +88,10 @@ def delete(path: Path) -> None:
 class ArchiveFile:
     """File that holds a chat's archive and checkpoints: FILE.archive of a session, or a temporary file.
 
-    Parameters
-    ----------
-    session
-        Path of the session; None for a temporary file.
-    replaces
-        Id of an existing archive that may be replaced together with its session, or None.
+    session: path of the session; None for a temporary file.
+    replaces: id of an existing archive that may be replaced together with its session, or None.
 
-    Attributes
-    ----------
-    moved
-        New name of another chat's archive that the last `write` renamed. None if it renamed no archive.
+    `moved` is the new name of another chat's archive that the last `write` renamed, or None.
     """
 
     def __init__(self, session: Path | None = None, replaces: bytes | None = None) -> None:
@@ -239,10 +232,7 @@ class ArchiveFile:
             raise
 
     def _keep(self, file: _PartFile | None) -> None:
-        """Make this file the current one, because the session now lists it.
-
-        file: None if the session now lists no file.
-        """
+        """Make this file the current one, which the session now lists; None if it lists no file."""
         if file is not self._file:
             self.close()
             self._file = file
@@ -262,17 +252,7 @@ class ArchiveFile:
 
 
 class _PartFile:
-    """An open file of parts.
-
-    Attributes
-    ----------
-    id
-        Id of the file.
-    offsets
-        Offset of each part in the file.
-    end
-        Offset of the next part.
-    """
+    """An open file of parts. The next part is appended at the offset `end`."""
 
     def __init__(self, raw: FileIO, id: bytes, offsets: dict[Part, int], layers: Iterable[int] = ()) -> None:
         self.raw = raw
@@ -349,10 +329,7 @@ class _PartFile:
 class _Contents:
     """The archive, if there is one, and the checkpoints that are saved as parts.
 
-    Attributes
-    ----------
-    layer_bytes
-        Bytes of an archived token in each layer; [] without an archive.
+    `layer_bytes` has the bytes of an archived token in each layer; [] without an archive.
     """
 
     def __init__(self, archive: Archive | None, checkpoints: list[Checkpoint]) -> None:
@@ -466,10 +443,7 @@ def _delete(place: Path) -> None:
 
 
 def id_in(arrays: Mapping[str, np.ndarray]) -> bytes | None:
-    """Id of the archive that a session lists; None if the session lists no archive.
-
-    arrays: the session's arrays.
-    """
+    """Id of the archive that a session's arrays list; None if they list no archive."""
     return bytes(arrays[ID]) if ID in arrays else None
 
 
@@ -481,10 +455,7 @@ def id_of(file: FileIO) -> bytes | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """True if a file is an archive, or empty.
-
-    A process that is killed before its first write leaves an empty archive.
-    """
+    """True if a file is an archive, or empty: a process killed before its first write leaves an empty one."""
     if path.is_dir():
         return False
     with path.open("rb") as file:
@@ -494,19 +465,9 @@ def _is_ours(path: Path) -> bool:
 class ArchivedArrays(Mapping[str, np.ndarray]):
     """Arrays of a session and of its archive. An array of the archive is assembled when it is read.
 
-    Parameters
-    ----------
-    arrays
-        Arrays in the session file.
-    file
-        The archive file; None if it is missing.
-    name, owner
-        Names of the archive file and of the session in error messages.
+    Raises SessionError if the archive file is missing (None), damaged, or belongs to another session.
 
-    Raises
-    ------
-    SessionError
-        If the archive file is missing, damaged, or belongs to another session.
+    name, owner: names of the archive file and of the session in error messages.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:

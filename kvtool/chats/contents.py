@@ -140,10 +140,7 @@ def fixed_of(
     template: Template | None,
     hashing: Hashing,
 ) -> dict[str, Any]:
-    """Return the values that must be the same when a chat is continued.
-
-    template: the chat template. None if there is none. hashing: shows the progress of hashing the model.
-    """
+    """Return the values that must be the same when a chat is continued."""
     from kvtool.llama.libllama.devices import library_info
     from kvtool.models.download import sha256
 
@@ -224,10 +221,7 @@ def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 
 def _typed(name: str, value: object, model: str, *, is_ambiguous: bool) -> str:
-    """Return a value of `fixed_of` as text. `name` is the name of the value.
-
-    model: name of the model's file. is_ambiguous: True to add the model's SHA-256 to its name.
-    """
+    """Return a value of `fixed_of` as text. is_ambiguous: True to add the model's SHA-256 to its name."""
     if name == "model_sha256":
         return f"{model} of SHA-256 {value:.12}" if is_ambiguous else model
     if name == "chat_template":

@@ -1,8 +1,4 @@
-"""A chat in one cache: each turn decodes only its new tokens, and the last changes can be undone.
-
-To undo a turn, the engine is rewound to a mark. The mark says where the stream and the messages ended before
-the turn. To undo a command that replaces the chat, a copy of the old chat is restored. See `chats.undo`.
-"""
+"""A chat in one cache: each turn decodes only its new tokens, and the last changes can be undone."""
 
 from __future__ import annotations
 
@@ -92,15 +88,13 @@ class Conversation:
         Number of replies started. Undone replies stay counted, so that a second attempt samples other tokens.
     undoable
         True if `remember` may write copies of the chat for `undo`.
-    undo_stack
-        Marks and copies for `undo`.
     open_saved
         Function that opens and returns the session file and the archive file. If these files do not hold the
         present chat, it returns None, and `remember` has to write a copy.
     template
         Chat template, with the variables for `effort`.
     effort
-        How much replies think: see `set_effort`. None for the template's default.
+        How much replies think. None for the template's default.
     header
         Reply header. Its tokens are not evicted while they are the newest tokens. The part that the template
         omits from earlier replies is removed from the cache once the reply is finished.
@@ -156,11 +150,11 @@ class Conversation:
         self.writer.engine.hold(self.header.n - self.header.n_begun)
 
     def set_effort(self, effort: str | None, budget: int | None = None) -> None:
-        """Set how much replies think from now on; None for the template's default.
+        """Set `effort` and `thought_budget` from now on.
 
-        budget: maximum tokens of a reply's thought; None for no limit. The template may render the chat so
-        far differently with this effort or budget. Then the next turn reads the whole chat again: see
-        `rereads`. Raises UsageError, leaving everything unchanged, if the template does not take the effort.
+        The template may render the chat so far differently with this effort or budget. Then the next turn
+        reads the whole chat again: see `rereads`. Raises UsageError, leaving everything unchanged, if the
+        template does not take the effort.
         """
         template, again, before = self._under(effort, budget), self.rereads(effort, budget), self.template
         self.use_template(template)
@@ -184,15 +178,11 @@ class Conversation:
         return Efforts.of(self.template)
 
     def rereads(self, effort: str | None, budget: int | None = None) -> bool:
-        """True if this effort or budget changes how the chat so far is rendered.
-
-        Raises UsageError as `set_effort` does.
-        """
+        """True if this effort or budget changes how the chat so far is rendered. Raises UsageError."""
         template = self._under(effort, budget)
         return bool(self.n_turn) and self._past(template) != self._past(self.template)
 
     def _under(self, effort: str | None, budget: int | None) -> Template:
-        """Return the template with the variables for an effort and a budget. Raises UsageError."""
         asks = effort is not None or budget is not None
         return self.template.under(self.efforts.exact(effort, budget) if asks else {})
 
@@ -312,20 +302,17 @@ class Conversation:
         """Yield the model's answer piece by piece.
 
         If the user stops the reading of a turn, the turn stays in the chat. The next turn then begins by
-        reading the tokens that were not read.
-
-        Raises the errors of `checked_limit`, `Writer.write`, `Engine.pin` and `Template`.
+        reading the tokens that were not read. Raises KvtoolError.
         """
         n_max = checked_limit(n_max)
         if self.read_turn(text):
             yield from self.answer(n_max)
 
     def read_turn(self, text: str, replaced: LastTurn | None = None) -> bool:
-        """Read a turn of the user. Return False if reading was stopped. Raises the errors of `reply`.
+        """Read a turn of the user. Return False if reading was stopped.
 
-        replaced: result of `last_turn` if this turn replaces the last turn. If the engine can be rewound to
-        any token, the tokens that both turns have at their start are not read again. `put_back` restores the
-        last turn, also after an error.
+        replaced: result of `last_turn` if this turn replaces the last turn. `put_back` restores the last
+        turn, also after an error.
         """
         self.writer.stop = False
         before = replaced.before if replaced else None
@@ -365,11 +352,7 @@ class Conversation:
         return self.writer.read(tokens[n_cached:n])
 
     def answer(self, n_max: int | None = None) -> Generator[str, None, None]:
-        """Yield the reply to the turn that was read last, piece by piece. Raises the errors of `reply`.
-
-        If the template drops the thoughts of earlier replies, the reply's thought is then removed from the
-        cache: see `finish_reply`.
-        """
+        """Yield the reply to the turn that was read last, piece by piece. It ends with `finish_reply`."""
         template, header = self.template, self.header
         try:
             yield from self.write(n_max, may_change=template.drops_thoughts or header.n_left_out > 0)
@@ -462,10 +445,7 @@ class Conversation:
         return tokens_of(self.writer.engine.model, self.template.turn(self.messages[:-1], text))
 
     def _start(self, text: str, before: Mark | None = None) -> np.ndarray:
-        """Return the tokens of a first turn. Pins the system prompt, and calls `hold_header`.
-
-        before: mark of the turn that it replaces, or None.
-        """
+        """Return the tokens of a first turn. Pins the system prompt, and calls `hold_header`."""
         tokens, n = self._first(text)
         engine = self.writer.engine
         if before and engine.policy.pinnable(n) != engine.n_pinned:
@@ -479,7 +459,6 @@ class Conversation:
         self.hold_header()
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the tokens of a first turn, and how many of them cover the system prompt."""
         return self._with_prefix(self.template.render([*self.messages, {"role": "user", "content": text}]))
 
     def _with_prefix(self, whole: str) -> tuple[np.ndarray, int]:
@@ -569,10 +548,7 @@ class Conversation:
         return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
-        """Take the chat back to a mark or a copy.
-
-        Raises SessionError if the copy is damaged. In this case nothing changes.
-        """
+        """Go back to a mark or a copy. Raises SessionError, changing nothing, if the copy is damaged."""
         if isinstance(before, Copy):
             saved = session.load(before.file, "the copy of the chat", before.archive)
             self._restore_with_thinking(*saved)
@@ -602,7 +578,7 @@ class Conversation:
         return False
 
     def undo(self) -> str | None:
-        """Take back the last change, and return its name; None if `undo_stack` is empty.
+        """Take back the last change, and return its name; None if there is none.
 
         Raises SessionError if the copy is damaged. The copy is then dropped, and nothing else changes.
         """
@@ -621,10 +597,7 @@ class Conversation:
         return turn
 
     def last_turn(self) -> LastTurn | None:
-        """Return what `read_turn` and `put_back` need to replace the last turn, and to restore it.
-
-        Returns None if the last change is not a turn, or cannot be undone.
-        """
+        """Return what `read_turn` and `put_back` need, or None where `newest_turn` is None."""
         before = self.undo_stack.newest
         if not isinstance(before, Mark):
             return None
@@ -643,9 +616,8 @@ class Conversation:
     def _rewind_for(self, tokens: np.ndarray, before: Mark) -> int:
         """Go back to a mark in order to read tokens i32[n] there. Return how many of them need no reading.
 
-        If the engine can be rewound to any token, the tokens that the present stream has after the mark, and
-        that are equal, stay in the cache. The last token has to be read in any case, because sampling needs
-        its logits.
+        If the engine can be rewound to any token, equal tokens of the present stream stay in the cache. The
+        last token has to be read in any case, because sampling needs its logits.
         """
         writer, engine = self.writer, self.writer.engine
         n = n_equal(writer.stream[before.n_token :], tokens[:-1])

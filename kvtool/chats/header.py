@@ -104,7 +104,7 @@ class Header:
     def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
         """Return the text that the template puts between `kept` and the answer of an earlier reply.
 
-        before: the messages before the reply. The reply is rendered with another message after it.
+        The reply is rendered with the messages before it, and with another message after it.
         """
         text = template.before_reply(before, reply) if "reasoning_content" in reply and self.kept else None
         _, is_there, start = (text or "").rpartition(self.kept or "\0")

@@ -83,8 +83,7 @@ def system_prefix(template: Template, system: str, tools: list[Any] | None = Non
 def request_prefix(template: Template, before: list[Message], request: str, text: str) -> str | None:
     """Render a chat whose last message is `request + text`, and return its text up to the end of `request`.
 
-    before: the messages before the user's last message. Returns None if the end of `request` cannot be found.
-    Raises ModelError.
+    Returns None if the end of `request` cannot be found. Raises ModelError.
     """
 
     def chat(content: str) -> str:
@@ -114,10 +113,7 @@ def _common(*texts: str) -> int:
 
 
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
-    """Return the tokens i32[n] of a rendered chat. Pin the tokens of its first `n_pinned` characters.
-
-    Raises the errors of `Engine.pin`.
-    """
+    """Return the tokens i32[n] of a rendered chat. Pin its first `n_pinned` characters: see `Engine.pin`."""
     tokens, n = prefix_tokens(engine.model, text, n_pinned)
     engine.pin(n)
     return tokens

@@ -16,10 +16,7 @@ _GAP = "\n\n"
 class Roles:
     """Roles and orders of messages that a chat template takes, learned by rendering small chats.
 
-    Parameters
-    ----------
-    render
-        Returns the text of a chat, or raises ModelError.
+    render: returns the text of a chat, or raises ModelError.
     """
 
     def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
@@ -79,8 +76,7 @@ class Roles:
     def _is_known(self) -> bool:
         """True if the template renders a chat with a single message of the user.
 
-        If False, small chats cannot show which roles the template takes. `_shows` then assumes that it takes
-        all roles.
+        If False, small chats cannot show which roles it takes. `_shows` then assumes that it takes all roles.
         """
         return self._shows_all(["user"])
 

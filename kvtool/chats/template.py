@@ -77,7 +77,6 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -87,14 +86,9 @@ class Template:
 
     Texts of messages and tools are marked, so that they contain no markers: see `chats.marks`.
 
-    Attributes
-    ----------
-    source
-        Jinja source.
-    markers
-        Markers of the model; None without a model.
-    variables
-        Values of other variables that the template may read, such as enable_thinking.
+    markers: markers of the model; None without a model.
+
+    `variables` has the values of other variables that the template may read, such as enable_thinking.
     """
 
     def __init__(self, source: str, bos: str, eos: str, markers: Markers | None = None) -> None:
@@ -227,10 +221,7 @@ class Template:
         return self._thought_name is not None
 
     def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with its thought in the field that the template reads.
-
-        If the template reads no such field, the thought is left out.
-        """
+        """Return the message with its thought in the field that the template reads, or without it."""
         thought = message.get("reasoning_content")
         if thought is None or self._thought_name == "reasoning_content":
             return message
@@ -256,7 +247,7 @@ class Template:
     def turn(self, before: list[Message], user: str) -> str:
         """Return the text of a user's turn, from the end of the model's last reply to the next reply header.
 
-        before: messages before the last reply. user: text of the user.
+        before: messages before the last reply.
         """
         return self.following(before, [{"role": "user", "content": user}])
 
@@ -285,10 +276,7 @@ class Template:
 
     @cached_property
     def earlier_start(self) -> str | None:
-        """Text that the template writes between a user's message and an earlier reply without a thought.
-
-        None if the template does not render such a reply.
-        """
+        """The result of `start_of_earlier` for a reply without a thought."""
         return self.start_of_earlier({})
 
     def start_of_earlier(self, more: Mapping[str, Any]) -> str | None:

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 class Tags(NamedTuple):
     """Texts around a thought at the start of a reply.
 
-    Attributes
-    ----------
-    start, end
-        Text before the thought, and text after the thought.
-    plain
-        Text that begins a reply without a thought, and is not part of the answer.
+    `plain` begins a reply without a thought, and is not part of the answer.
     """
 
     start: str
@@ -81,15 +76,7 @@ class Splitter:
     A thought can only be at the beginning of a reply, or directly after another thought. Later tags are
     ordinary text. Line breaks between the thought and the answer belong to neither.
 
-    Parameters
-    ----------
-    is_open
-        True if the reply header opens the thought.
-
-    Attributes
-    ----------
-    had_thought
-        True if the reply has a thought so far.
+    is_open: True if the reply header opens the thought.
     """
 
     def __init__(self, tags: Tags, *, is_open: bool = False) -> None:

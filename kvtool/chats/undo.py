@@ -1,7 +1,4 @@
-"""Undo. A turn is undone with a mark in the stream.
-
-A command that replaces the chat is undone with a copy of the chat on disk.
-"""
+"""Marks and copies for undo: `kvtool.chats` explains these two ways to go back."""
 
 from __future__ import annotations
 
@@ -29,16 +26,9 @@ def first_words(text: str) -> str:
 
 
 class Copy(NamedTuple):
-    """Copy of the chat before a command. The owner must close the copy.
+    """Copy of the chat before a command, in open files. The owner must close the copy.
 
-    Attributes
-    ----------
-    command
-        The command that changed the chat.
-    file
-        Open session file.
-    archive
-        Open archive file, if the session lists segments.
+    `archive` is the archive file, if the session `file` lists segments.
     """
 
     command: str
@@ -56,10 +46,10 @@ class Mark(NamedTuple):
 
     Attributes
     ----------
-    n_past, n_message
-        Number of decoded tokens, and number of messages.
+    n_past
+        Number of decoded tokens.
     n_reply
-        Number of replies started.
+        See `Conversation`.
     writer
         State of the writer, from `Writer.save`.
     digest
@@ -84,16 +74,9 @@ class Mark(NamedTuple):
 class LastTurn(NamedTuple):
     """The last turn with its reply. After another turn has replaced it, `Conversation.put_back` restores it.
 
-    Attributes
-    ----------
-    before
-        Mark before the turn.
-    tokens
-        i32[n]: all tokens of the turn and its reply.
-    messages
-        Messages of the chat, including the turn and its reply.
-    writer
-        State of the writer after the reply, from `Writer.save`.
+    tokens: i32[n], all tokens of the turn and its reply.
+    messages: messages of the chat, including the turn and its reply.
+    writer: state of the writer after the reply, from `Writer.save`.
     """
 
     before: Mark

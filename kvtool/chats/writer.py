@@ -37,7 +37,7 @@ class Writer:
     loop
         The loop that ended the last `write`, or None.
     ends_loops
-        True if `write` ends when the text repeats itself.
+        True if a loop ends `write`.
     ending
         The token that ended the last `write`; None if it ended for another reason.
     stopped_by
@@ -52,8 +52,6 @@ class Writer:
         Called with each sampled token. At this time the context still has the logits that gave the token.
     while_reading
         Called before each step with two numbers: tokens read so far, and all tokens of the text.
-    drafter
-        Source of draft tokens, or None.
     """
 
     def __init__(self, engine: Engine, sampler: Sampler, drafter: Drafter | None = None) -> None:
@@ -159,10 +157,7 @@ class Writer:
         }
 
     def restore(self, saved: Mapping[str, Any], tokens: np.ndarray, seed: int | None = None) -> None:
-        """Continue after tokens i32[n_past] from the state that `save` returned.
-
-        seed: seed that replaces the saved seed.
-        """
+        """Continue after tokens i32[n_past] from the state of `save`. seed: None for the saved seed."""
         self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
         if self.drafter:
             self.drafter.cut(n_equal(self.tokens, tokens))
@@ -357,10 +352,7 @@ class Writer:
 
 
 def checked_limit(n_max: int | None) -> int | None:
-    """Return the maximum number of tokens of a text. -1 becomes None, which means no limit.
-
-    Raises UsageError.
-    """
+    """Check the maximum number of tokens of a text. -1 becomes None: no limit. Raises UsageError."""
     if n_max is None or n_max == -1:
         return None
     if not isinstance(n_max, (int, np.integer)) or n_max < 0:

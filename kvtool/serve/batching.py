@@ -95,9 +95,7 @@ class ComputeLock:
         self._n_step += 1
 
     def step(self, n_left: int = 0) -> None:
-        """Count a step. Call this before the step.
-
-        If the time slice is over, waiting threads compute first.
+        """Count a step. Call this before the step: if the time slice is over, waiting threads compute first.
 
         n_left: number of tokens of the prompt that are unread.
         """
@@ -124,23 +122,11 @@ class StepBatcher:
     """Decodes the next tokens of several engines in one joint step.
 
     The engines that are writing answers are called members. A member with new tokens waits until all members
-    have new tokens. The last member then decodes the tokens of all members. A thread computes only while it
-    holds the lock.
+    have new tokens. The last member then decodes the tokens of all members. Each thread that calls a method
+    must hold `lock`.
 
-    Parameters
-    ----------
-    lock
-        Each thread that calls a method must hold this lock.
-    n_max
-        Maximum number of members.
-    say
-        Called with one line if joint steps are impossible, because the model does not support them or memory
-        is short. Members then take turns like other threads.
-
-    Attributes
-    ----------
-    n
-        Number of members.
+    say: called with one line if joint steps are impossible, because the model does not support them or memory
+    is short. Members then take turns like other threads.
     """
 
     def __init__(self, lock: ComputeLock, n_max: int, say: Callable[[str], None] = lambda line: None) -> None:
@@ -166,10 +152,7 @@ class StepBatcher:
         return self._is_joint and self.n > 1
 
     def step(self, engine: Engine, n_left: int) -> None:
-        """Count a step. Joint steps are not counted here, because `resume` counts them.
-
-        n_left: see `ComputeLock.step`.
-        """
+        """Count a step. Joint steps are not counted here, because `resume` counts them."""
         if engine.joint_decoder is None or not self.is_several:
             self._lock.step(n_left)
 

@@ -19,7 +19,7 @@ class PromptCounts(TypedDict):
 
 
 class PromptRead(PromptCounts):
-    """Numbers about a prompt that has been read: those of `PromptCounts`, and the time of reading."""
+    """Numbers about a prompt that has been read."""
 
     read_s: float
 
@@ -34,7 +34,7 @@ class Written(TypedDict):
     stopped_by
         The stop string that ended the answer, or "".
     n_thought
-        How many of the `n_written` tokens belong to the thought. See `Reply.n_thought`.
+        See `Reply.n_thought`.
     n_accepted
         How many of the `n_drafted` draft tokens became tokens of the answer.
     """
@@ -53,8 +53,6 @@ class Reading(TypedDict):
 
     Attributes
     ----------
-    n_read
-        How many of the `n_all` tokens of the text have been read.
     n_past
         Number of tokens in the engine's stream.
     seconds

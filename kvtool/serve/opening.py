@@ -53,24 +53,10 @@ def opened(
     Also set `site.policy`, because `open_run` may have replaced the requested policy, and the thinking of
     `site.defaults`. Notes go to `site.say`. Raises KvtoolError.
 
-    Parameters
-    ----------
-    folder
-        Folder of the stored chats; None for a temporary folder.
-    max_bytes
-        Maximum size of all stored chats.
-    overflow
-        See `Slot`.
-    n_max
-        Maximum number of slots.
-    kept
-        Values of further options that are saved in sessions.
-    thinking
-        Returns the thinking of requests that set none. None to leave it to the template.
-    find
-        See `open_run`.
-    hashing
-        See `fixed_of`.
+    folder: folder of the stored chats; None for a temporary folder.
+    max_bytes: maximum size of all stored chats.
+    kept: values of further options that are saved in sessions.
+    thinking: returns the thinking of requests that set none. None to leave it to the template.
     """
     with ExitStack() as stack:
         first_run = stack.enter_context(open_run(run, find=find, guarded=True, n_output=N_OUTPUT))

@@ -19,22 +19,12 @@ STEP_S = 0.5
 class SlotPool:
     """Answers as many requests at the same time as there are slots.
 
-    Parameters
-    ----------
-    lock
-        The thread that computes holds this lock. The slots' engines call the lock's `step`.
-    make_slot
-        Makes another slot. Called if there is a request while all slots are busy.
-    n_max
-        Maximum number of slots.
-    say
-        Called with one line if there is not enough memory for `n_max` slots.
+    lock: the thread that computes holds this lock.
+    make_slot: called if there is a request while all slots are busy.
+    say: called with one line if there is not enough memory for `n_max` slots.
 
-    Attributes
-    ----------
-    cache_bytes
-        Bytes of the caches of all slots when they were made. They are stored here for other threads, which
-        must not call an engine.
+    `cache_bytes` has the bytes of the caches of all slots when they were made. They are stored for other
+    threads, which must not call an engine.
     """
 
     def __init__(

@@ -19,15 +19,10 @@ MAX_EVENTS = 2**14
 class Job:
     """A request and the events of its answer.
 
-    Parameters
-    ----------
-    client
-        Id of the client. Clients take turns.
-
     Attributes
     ----------
     prompt_counts
-        Numbers of tokens of the prompt, which are set before the prompt is read. None until they are known.
+        Set before the prompt is read. None until then.
     end
         The last event. None until it was sent to the client.
     error
@@ -70,17 +65,10 @@ class Job:
 class JobQueue:
     """The waiting jobs. Clients take turns. The jobs of one client keep their order.
 
-    Parameters
-    ----------
-    n_max
-        Maximum number of waiting jobs. Jobs for which a slot is free do not count.
-    n_slots
-        Number of slots. `SlotPool.run` keeps it up to date.
+    n_max: maximum number of waiting jobs. Jobs for which a slot is free do not count.
+    n_slots: `SlotPool.run` keeps this number up to date.
 
-    Attributes
-    ----------
-    running
-        Jobs that were taken out of the queue and have not ended.
+    `running` has the jobs that were taken out of the queue and have not ended.
     """
 
     def __init__(self, n_max: int, n_slots: int = 0) -> None:

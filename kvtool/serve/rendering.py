@@ -51,10 +51,7 @@ class Renderings:
         return Efforts.of(self.template)
 
     def of(self, options: ThinkingOptions) -> tuple[Rendering, list[str]]:
-        """Return the rendering for a request's options, and a remark on each option that has no effect.
-
-        Raises ApiError. See `template_for`.
-        """
+        """Return the rendering for options, and the remarks of `template_for`. Raises ApiError."""
         sets_effort = options.effort is not None or options.budget is not None
         template, remarks = self.template, list[str]()
         with self._lock:
@@ -100,17 +97,9 @@ def _earlier_turns(template: Template) -> list[str | None]:
 
 
 class Rendering:
-    """Renders chats with a model's template.
+    """Renders chats with a model's template, which has the variables of a request.
 
-    Attributes
-    ----------
-    template
-        The template, with the variables of a request.
-    variables_key
-        Key of the variables, or "" if they do not change how earlier turns are rendered. Only requests with
-        the same key continue a stored chat.
-    format
-        The syntax in which the model writes tool calls.
+    Only requests with the same `variables_key` continue a stored chat: see `Renderings._variables_key`.
     """
 
     def __init__(self, model: Model, template: Template, variables_key: str = "") -> None:
@@ -207,13 +196,10 @@ class Rendering:
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
     def _thought_in(self, region: str) -> str:
-        """Return the reply's text before its answer, such as the thought.
+        """Return the reply's text before its answer, such as the thought. region: see `_with_start`.
 
-        This text is at the end of the region, after the last `Header.kept`. If the region does not have
-        `Header.kept`, return the thought at the end of the region, or "" if the region does not end with a
-        thought.
-
-        region: see `_with_start`.
+        This text follows the last `Header.kept`. If the region does not have `Header.kept`, return the
+        thought at the end of the region, or "" if the region does not end with a thought.
         """
         if (start := self._behind_header(region)) is not None:
             return start
@@ -262,10 +248,7 @@ class Rendering:
         return self._bare.render(prepared, tools=shown_tools)
 
     def _prefix(self, whole: str, prepared: list[Message], shown_tools: list[Any] | None) -> str:
-        """Return the common beginning of all chats with this system prompt and these tools.
-
-        Return "" if the beginning is not known.
-        """
+        """Return the common beginning of all chats with this system prompt and these tools, or ""."""
         system = prepared[0]["content"] if prepared[0]["role"] == "system" else ""
         # if a template writes the tools after the first message, the chats share only the system prompt
         for listed in (shown_tools, None) if shown_tools else (None,):
@@ -346,8 +329,8 @@ class Rendering:
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
         """Return the arguments of `_text`: messages, and the tools that the template shows, all marked.
 
-        See `chats.marks` for marks. The tools are None if there are no tools, or if the system prompt lists
-        them because the template has no native format for tools.
+        The tools are None if there are no tools, or if the system prompt lists them because the template has
+        no native format for tools.
         """
         if self.format is HARMONY:
             # the template fails if a tool has no description

@@ -1,4 +1,4 @@
-"""Build the message of a reply (thought, text and tool calls) piece by piece."""
+"""The message of a reply: thought, text and tool calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ Delta = dict[str, Any]
 class Reply:
     """Builds the message of a reply from its pieces.
 
-    Parameters
-    ----------
-    splitter
-        Separates thoughts from text. None if the model writes no thoughts.
-    parser
-        Separates tool calls from text. None if no tool may be called.
+    splitter: None if the model writes no thoughts.
+    parser: None if no tool may be called.
 
     Attributes
     ----------
@@ -54,10 +50,7 @@ class Reply:
         return list(self._deltas(parts))
 
     def end(self, n_written: int = 0) -> list[Delta]:
-        """End the reply. Return the deltas of text that was held back.
-
-        n_written: see `feed`.
-        """
+        """End the reply. Return the deltas of text that was held back."""
         parts = [*self._splitter.end()] if self._splitter else []
         self._count(parts, n_written)
         deltas = list(self._deltas(parts))

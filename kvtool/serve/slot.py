@@ -49,19 +49,9 @@ N_OUTPUT = 16
 class Slot:
     """An engine that answers requests, one after the other.
 
-    Parameters
-    ----------
-    writer
-        Reads prompts and writes answers with the slot's engine.
-    renderings
-        Renders chats. None if the model has no chat template; then chats are refused.
-    overflow
-        "forget" to let the policy evict. "error" to refuse chats that are longer than the context.
-    meta
-        Function that returns values for a session's JSON. They are saved in addition to the values of
-        `Conversation.save`.
-    batcher
-        Decodes joint steps with other slots.
+    renderings: None if the model has no chat template; then chats are refused.
+    overflow: "forget" to let the policy evict. "error" to refuse chats that are longer than the context.
+    meta: returns values for a session's JSON, which are saved in addition to those of `Conversation.save`.
     """
 
     def __init__(
@@ -195,10 +185,7 @@ class Slot:
     def _read_chat(
         self, job: Job, request: ChatRequest, resumer: Resumer, tools: list[dict[str, Any]], history: History
     ) -> PromptRead | None:
-        """Read the part of a chat that is not cached. Return None if reading was stopped.
-
-        tools: the tools in the prompt.
-        """
+        """Read the part of a chat that is not cached. Return None if reading was stopped."""
         started, conversation = time.perf_counter(), resumer.conversation
         tokens = resumer.begin(request.messages, tools, history, reuses=request.reuses)
         conversation.hold_header()
@@ -257,7 +244,7 @@ class Slot:
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
         """Return a function that lists the log-probabilities of a step's tokens. Call it after each step.
 
-        tokens: i32[n], the tokens of the prompt. text: the prompt's text.
+        tokens: i32[n], the tokens of the prompt.
         """
         model = self.model
         # offset 0 is the start of the client's text; the tokenizer may add a BOS token or a space before it

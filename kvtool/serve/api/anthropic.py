@@ -38,9 +38,7 @@ _KINDS = {
 
 
 def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
-    """Convert the body of a request to a chat. Raises ApiError.
-
-    Fields that have the same meaning in both APIs are copied.
+    """Convert a body to a chat. Copy fields that have the same meaning in both APIs.
 
     is_counted: True if the client wants only the number of tokens of the prompt.
     """
@@ -77,10 +75,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
 
 
 def _check_answered(messages: Sequence[tuple[str, Body]], n_max: int | None) -> None:
-    """Raise ApiError if the messages cannot be answered, or if max_tokens is missing.
-
-    n_max: value of max_tokens, or None if it is missing.
-    """
+    """Raise ApiError if the messages cannot be answered, or if max_tokens is missing (None)."""
     if n_max is None:
         raise ApiError.at("max_tokens", "is missing: it is the most tokens of the answer")
     where, message = messages[-1]
@@ -126,8 +121,7 @@ def _messages(
 def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
     """Yield (place, block) for each block of a value. A string is a single block of text.
 
-    The place is the path of the block in the request, such as "messages[2].content[0]". where: path of the
-    value. Raises ApiError if the type of a block is not in `kinds`.
+    Raises ApiError if the type of a block is not in `kinds`.
     """
     if isinstance(value, str):
         value = [{"type": "text", "text": value}] if value else []
@@ -178,7 +172,7 @@ def _tools(given: Sequence[object]) -> list[GivenTool]:
 
     A tool with "defer_loading" is not in the prompt until a result refers to the tool. If a request has
     Anthropic's own tool search, all tools are in the prompt: this search never runs here, and so no result of
-    it can refer to tools. Raises ApiError.
+    it can refer to tools.
     """
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in given]
     is_hosted_search = any(isinstance(kind, str) and kind.startswith("tool_search_tool") for kind in kinds)
@@ -247,15 +241,7 @@ def error_body(error: ApiError, request_id: str) -> Body:
 
 
 class AnthropicBodies(AnswerBodies):
-    """Makes the body of one message, or the events of its stream.
-
-    Parameters
-    ----------
-    asked
-        Body of the request, which has been checked.
-    id
-        Id of the request.
-    """
+    """Makes the body of one message, or the events of its stream. asked: the request's body, checked."""
 
     def __init__(self, model: str, policy: str, asked: Body, id: str) -> None:
         self._id = id

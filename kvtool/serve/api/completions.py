@@ -23,10 +23,7 @@ def server_event(kind: str, **values: Any) -> str:
 class AnswerBodies:
     """Makes the body of one answer, or the lines of its stream. Each API has a subclass.
 
-    Parameters
-    ----------
-    common
-        The first fields of each body of the answer.
+    common: the first fields of each body of the answer.
     """
 
     def __init__(self, policy: str, common: Body) -> None:
@@ -34,7 +31,7 @@ class AnswerBodies:
         self._common = common
 
     def whole(self, logprobs: list[Body] | None, end: End) -> Body:
-        """Return the body of an answer that is not streamed. end: the last event."""
+        """Return the body of an answer that is not streamed."""
         raise NotImplementedError
 
     def first(self) -> list[str]:
@@ -60,7 +57,7 @@ class AnswerBodies:
         raise NotImplementedError
 
     def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
-        """Return the last lines of a stream. end: the last event."""
+        """Return the last lines of a stream."""
         raise NotImplementedError
 
     def failed(self, error: ApiError) -> list[str]:
@@ -77,15 +74,7 @@ class AnswerBodies:
 
 
 class CompletionBodies(AnswerBodies):
-    """Makes the body of one answer in OpenAI's API, or the lines of its stream.
-
-    Parameters
-    ----------
-    kind
-        "chat" or "text".
-    with_usage
-        True if a stream ends with the numbers of tokens.
-    """
+    """Makes the bodies or lines of OpenAI's API. kind: "chat" or "text"."""
 
     def __init__(self, kind: str, model: str, policy: str, *, with_usage: bool = False) -> None:
         self._is_chat = kind == "chat"

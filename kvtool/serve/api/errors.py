@@ -19,8 +19,6 @@ class ApiError(Exception):
         The field of the request that is wrong, such as "messages[2].role".
     code
         Code for programs, such as "context_length_exceeded".
-    status
-        HTTP status.
     kind
         OpenAI's `type`, such as "invalid_request_error".
     more
@@ -42,7 +40,7 @@ class ApiError(Exception):
 
     @classmethod
     def at(cls, where: str, fault: str, code: str | None = None) -> ApiError:
-        """Return the error of a field. where: path of the field. fault: the message after the path."""
+        """Return the error of a field. where: path of the field."""
         return cls(f"{where} {fault}", param=where, code=code)
 
     @property

@@ -101,7 +101,7 @@ def finite(text: str) -> float:
 
 
 def parsed(data: bytes) -> Any:
-    """Parse the JSON of a body. Lone surrogates become U+FFFD. Raises ApiError."""
+    """Parse the JSON of a body with `loads`. Raises ApiError."""
     # no other thread runs during `loads`, and with garbage collection it may take five times as long
     gc.disable()
     try:
@@ -214,7 +214,7 @@ class Fields:
     def check_rest(self) -> None:
         """Remove the fields in NEUTRAL and HARMLESS, and the fields that have a value listed in INERT.
 
-        These fields belong to other servers. Raises ApiError if a field in NEUTRAL is turned on.
+        Raises ApiError if a field in NEUTRAL is turned on.
         """
         for name, (neutral, hint) in NEUTRAL.items():
             self._refuse(name, neutral, hint)
@@ -239,7 +239,7 @@ def need(value: object, kind: type[_T], where: str) -> _T:
 
 
 def need_texts(values: list[Any], where: str) -> None:
-    """Raise ApiError if a value of a list is not a string. where: path of the list."""
+    """Raise ApiError if a value of the list is not a string."""
     for i, each in enumerate(values):
         need(each, str, f"{where}[{i}]")
 
@@ -250,7 +250,7 @@ def need_text(values: dict[str, Any], name: str, where: str) -> str:
 
 
 def need_whole(value: object, where: str, low: int, high: int) -> int:
-    """Return a whole number in low..high. Raises ApiError for other values. where: path of the value."""
+    """Return a whole number in low..high. Raises ApiError for other values."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float):

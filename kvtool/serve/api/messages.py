@@ -19,7 +19,7 @@ MAX_MESSAGES = 100_000
 
 
 def listed(value: object) -> list[tuple[str, object]]:
-    """Return (path in the request, message) for each message of a request. Raises ApiError."""
+    """Return (path in the request, message) for each message of a request."""
     given = need(value, list, "messages")
     if not given:
         raise ApiError.at("messages", "must have at least one message")
@@ -27,13 +27,11 @@ def listed(value: object) -> list[tuple[str, object]]:
 
 
 def check(given: Sequence[tuple[str, object]]) -> list[Message]:
-    """Return the messages of a request in the form that templates expect. Raises ApiError.
+    """Return the messages of `listed` in the form that templates expect.
 
     If a content is a list of parts, it becomes one text. The role "developer" becomes "system". System
     messages at the beginning are joined, because many templates accept only one. Calls and results without an
     id get an id. Results are sorted by the order of their calls, because many templates do not show ids.
-
-    given: pairs (path in the request, message).
     """
     if len(given) > MAX_MESSAGES:
         raise ApiError(f"the request has {len(given):,} messages; the most are {MAX_MESSAGES:,}")
@@ -90,8 +88,6 @@ def _match_results(messages: list[Message], places: Sequence[str]) -> None:
     A result without an id belongs to the next call that waits for a result. Only results without other
     messages between them are sorted. Results that belong to no call keep their places. Raises ApiError for a
     result without an id if no call waits for a result.
-
-    places: path of each message in the request.
     """
     n_call = 0
     # for each id of the last reply's calls, the numbers of the calls that wait for a result
@@ -128,7 +124,7 @@ def _sort(messages: list[Message], numbers: Mapping[int, int]) -> None:
 
 
 def content_of(value: object, where: str) -> str:
-    """Return the text of a content, which is a text, a list of parts or null. Raises ApiError."""
+    """Return the text of a content, which is a text, a list of parts or null."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -158,7 +154,7 @@ def _calls(value: object, where: str) -> list[Message]:
 
 
 def arguments_of(value: object, where: str) -> str:
-    """Return the arguments of a call, which are an object or its JSON text, as JSON text. Raises ApiError."""
+    """Return the arguments of a call, which are an object or its JSON text, as JSON text."""
     if not isinstance(value, str | dict | None):
         raise wrong(where, "an object, or its JSON as a string", value)
     return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
@@ -170,10 +166,7 @@ def _id(given: Message, name: str, where: str) -> str | None:
 
 
 def loaded(text: str) -> Any:
-    """Return the value of a JSON text, or the text itself if it is not JSON.
-
-    Lone surrogates become U+FFFD.
-    """
+    """Return the value of a JSON text, or the text itself if it is not JSON. See `loads`."""
     try:
         return loads(text)
     except (ValueError, RecursionError):

@@ -41,10 +41,7 @@ class OutputFormat:
     strict: bool = False
 
     def rules(self) -> tuple[Rules, list[str]]:
-        """Return a grammar for the answer, and remarks on schema keywords that the grammar does not enforce.
-
-        Raises ApiError.
-        """
+        """Return a grammar for the answer, and remarks on schema keywords that it does not enforce."""
         if self.kind == "schema":
             schema = enforced_at(self.value, self.where, strict=self.strict)
             return schema.rules, remarks_of(schema, self.where)
@@ -71,22 +68,20 @@ def enforced_at(
 def _place(where: str, pointer: str) -> str:
     """Return the path of a schema's part in the request, such as "json_schema.properties.age".
 
-    where: the request's field that has the schema. pointer: JSON pointer to the part.
+    pointer: JSON pointer to the part.
     """
     names = (name.replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:])
     return ".".join([where, *names])
 
 
 def remarks_of(schema: Enforced, where: str) -> list[str]:
-    """Return remarks on keywords of a schema that are not enforced. where: the field with the schema."""
+    """Return remarks on keywords of a schema that are not enforced."""
     listed = schema.left_out[:_MAX_REMARKS]
     return [f"{_place(where, each.where)}: {each.keyword} cannot be enforced" for each in listed]
 
 
 def check(fields: Fields, given: OutputFormat | None = None) -> OutputFormat | None:
-    """Return the output format that a request asks for, or None.
-
-    Raises ApiError if the format is wrong, or if the request has two formats.
+    """Return the output format that a request asks for, or None. A request must not have two formats.
 
     given: the format in a field that only one API has.
     """
@@ -106,9 +101,9 @@ def check(fields: Fields, given: OutputFormat | None = None) -> OutputFormat | N
 def of_response_format(
     given: dict[str, Any] | None, where: str, *, is_flat: bool = False
 ) -> OutputFormat | None:
-    """Return the output format in OpenAI's response_format. Raises ApiError.
+    """Return the output format in OpenAI's response_format.
 
-    where: path of the field in the request. is_flat: True if the schema is in the field itself.
+    is_flat: True if the schema is in the field itself.
     """
     if given is None:
         return None

@@ -50,8 +50,6 @@ class Defaults:
         Seed of the sampler. None for a new random seed for each answer.
     system
         System prompt for chats that have none.
-    thinking
-        Effort and budget of thoughts.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -63,16 +61,12 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The fields that chats and plain completions have in common.
+    """The fields that chats and plain completions have in common. `n_max` and `seed` are as in `Defaults`.
 
     Attributes
     ----------
     output_format
-        Format of the answer. None for the server's default.
-    n_max
-        Maximum number of tokens of the answer. None for no limit.
-    seed
-        Seed of the sampler. None for a random seed.
+        None for the server's default.
     stop_tokens
         Tokens that end the answer. They are not part of the answer.
     ignores_end
@@ -80,8 +74,6 @@ class Request:
     logprobs
         Number of likeliest tokens that are listed for each token of the answer. None to list no
         log-probabilities.
-    stream
-        True to send the answer piece by piece.
     reuses
         True to read only the tokens after the longest beginning that is cached or stored.
     with_usage
@@ -121,16 +113,10 @@ class ChatRequest(Request):
     begun
         Text of the last message if the reply continues it, otherwise "". The continued message is not in
         `messages`.
-    thinking
-        Effort, budget, and variables of the template.
     name
         Name of the chat, if the client names its chats.
-    tools
-        The tools that the model may call.
     schema_places
         Path of each tool's schema in the request, for errors.
-    choice
-        Whether the model may or must call tools.
     """
 
     messages: list[Message]
@@ -150,15 +136,7 @@ class ChatRequest(Request):
 
 @dataclass(frozen=True, slots=True)
 class TextRequest(Request):
-    """A request to continue a text.
-
-    Attributes
-    ----------
-    prompt
-        The text, or its tokens.
-    echo
-        True if the answer begins with the prompt.
-    """
+    """A request to continue a text, or its tokens. echo: True if the answer begins with the prompt."""
 
     prompt: str | list[int]
     echo: bool
@@ -191,14 +169,14 @@ class GivenChat(NamedTuple):
 
 
 def as_chat(body: object) -> GivenChat:
-    """Return the chat in a body of /v1/chat/completions. Raises ApiError."""
+    """Return the chat in a body of /v1/chat/completions."""
     fields = Fields(body)
     given = messages.listed(fields.pop("messages")), listed(fields.pop("tools"))
     return GivenChat(*given, {name: fields.pop(name) for name in fields.left})
 
 
 def check_chat(given: GivenChat, defaults: Defaults, name: str | None = None) -> ChatRequest:
-    """Check a chat. Raises ApiError. name: name of the chat, if the client names its chats."""
+    """Check a chat, and fill in the defaults."""
     fields = Fields(given.fields)
     checked = messages.check(given.messages)
     messages.drop_header(checked)
@@ -256,7 +234,7 @@ def _begun(fields: Fields, checked: list[Message]) -> str:
 
 
 def check_text(body: object, defaults: Defaults) -> TextRequest:
-    """Check a body of /v1/completions. Raises ApiError."""
+    """Check a body of /v1/completions, and fill in the defaults."""
     fields = Fields(body)
     return TextRequest(
         prompt=_prompt(fields.pop("prompt")),
@@ -286,7 +264,7 @@ def _prompt(value: object) -> str | list[int]:
 
 
 def _common(fields: Fields, defaults: Defaults, given: OutputFormat | None = None) -> dict[str, Any]:
-    """Return the fields of `Request` except `logprobs`. Raises ApiError. given: see `GivenChat`."""
+    """Return the fields of `Request` except `logprobs`. given: see `GivenChat`."""
     for name in ("n", "best_of"):
         if (fields.whole(name, 1, 2**31 - 1) or 1) > 1:
             raise ApiError.at(name, "must be 1: kvtool writes one answer a request")

@@ -36,7 +36,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def as_chat(body: object) -> GivenChat:
-    """Convert a body to a chat. Copy fields that have the same meaning in both APIs. Raises ApiError."""
+    """Convert a body to a chat. Copy fields that have the same meaning in both APIs."""
     fields = Fields(body)
     fields.refuse(_STORED, "send the whole chat instead")
     fields.refuse(_REFUSED)
@@ -92,7 +92,6 @@ def _messages(fields: Fields) -> tuple[list[tuple[str, Body]], Body]:
 
 
 def _add_item(messages: list[tuple[str, Body]], item: object, where: str) -> None:
-    """Add an item of the input to the messages. Raises ApiError."""
     item = need(item, dict, where)
     # join the thought, the text and the calls of a reply, which are separate items, into one message
     thought = _pop_thought(messages)
@@ -141,17 +140,14 @@ def _thought(item: Body) -> str:
 
 
 def _function(where: str, group: str | None, tool: object) -> GivenTool:
-    """Convert a tool of which `_is_function` is true. Raises ApiError. See `_listed` for the arguments."""
+    """Convert a tool of which `_is_function` is true. See `_listed` for the arguments."""
     function = {**need(tool, dict, where)}
     function["name"] = _full_name(group, function.get("name"))
     return GivenTool(where, f"{where}.parameters", function)
 
 
 def _listed(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
-    """Yield (place, name of the namespace or None, tool) for each tool. Raises ApiError.
-
-    The place is the path of the tool in the request, such as "tools[0]".
-    """
+    """Yield (path in the request, name of the namespace or None, tool) for each tool."""
     for i, tool in enumerate(need(tools, list, where)):
         at = f"{where}[{i}]"
         if isinstance(tool, dict) and tool.get("type") == "namespace":
@@ -189,10 +185,7 @@ def _status(end: End) -> str:
 class ResponseBodies(AnswerBodies):
     """Makes the body of one response, or the events of its stream.
 
-    Parameters
-    ----------
-    asked
-        Body of the request. A response repeats some of its fields.
+    asked: body of the request. A response repeats some of its fields.
     """
 
     def __init__(self, model: str, policy: str, asked: Body) -> None:

@@ -48,10 +48,9 @@ class ThinkingOptions:
 
 
 def check(fields: Fields, default: ThinkingOptions) -> ThinkingOptions:
-    """Return the options that the fields of a request set. Raises ApiError.
+    """Return the options that the fields of a request set. default: the server's options.
 
-    default: the server's options. The server's effort is used if a request sets no effort. The server's
-    budget is an upper limit for the budget of a request.
+    The server's effort is used if a request sets no effort. The server's budget is an upper limit.
     """
     variables = need(fields.pop("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     for name in ("messages", "tools", "add_generation_prompt"):

@@ -54,10 +54,7 @@ class GivenTool(NamedTuple):
 
 
 def listed(value: object) -> list[GivenTool]:
-    """Return the tools of a request to /v1/chat/completions. null means that there are no tools.
-
-    Raises ApiError.
-    """
+    """Return the tools of a request to /v1/chat/completions. null means that there are no tools."""
     given = []
     for n, each in enumerate(optional(value, list, "tools") or []):
         where, at = f"tools[{n}]", f"tools[{n}].function"
@@ -77,7 +74,7 @@ def check_tools(given: Sequence[GivenTool]) -> list[dict[str, Any]]:
     """Return the tools of a request without unknown fields.
 
     Each returned function has "name" and "parameters", as templates expect. "defer_loading" is kept if it is
-    true. Raises ApiError.
+    true.
     """
     tools = [_tool(each) for each in given]
     names = set()
@@ -122,9 +119,7 @@ def _parameters(value: object, where: str) -> dict[str, Any]:
 
 
 def check_choice(value: object, tools: Sequence[Mapping[str, Any]]) -> Choice:
-    """Return the tool_choice of a request. Raises ApiError.
-
-    null means auto. If there are no tools, auto becomes none.
+    """Return the tool_choice of a request. null means auto. If there are no tools, auto becomes none.
 
     tools: the result of `check_tools`.
     """

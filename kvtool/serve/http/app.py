@@ -96,10 +96,7 @@ class Site:
         self.pool = pool
 
     def add_answer(self, end: End) -> None:
-        """Count an answer, and say if its chat could not be stored, once for each cause in a row.
-
-        end: the answer's last event.
-        """
+        """Count an answer, and say if its chat could not be stored, once for each cause in a row."""
         self.counts.add(end)
         reason = end["kvtool"].get("unsaved", "")
         # the beginning of the reason has the name of the chat's file, which changes
@@ -212,7 +209,6 @@ async def _count_message(site: Site, http: HttpRequest) -> Response:
 
 
 async def _counted(site: Site, http: HttpRequest, request: ChatRequest) -> int:
-    """Return the number of tokens of a chat's prompt. Raises ApiError."""
     return await _in_thread(site, http, _ready(site).slots[0].count, request)
 
 
@@ -246,9 +242,7 @@ async def _next_event(job: Job, skipped: tuple[str, ...]) -> Event | None:
 
 
 class _Streamed(StreamingResponse):
-    """A streamed response.
-
-    When it ends, it cancels its job, even if the client left before the first line.
+    """A response that cancels its job when it ends, even if the client left before the first line.
 
     counts: counts the request if the client leaves before the end.
     """

@@ -22,7 +22,7 @@ class Counts:
     write_s: float = 0.0
 
     def add(self, end: End) -> None:
-        """Add an answer. end: its last event."""
+        """Add an answer."""
         self.answered += 1
         self.unsaved += "unsaved" in end["kvtool"]
         self.cached += end["n_cached"]

@@ -35,16 +35,8 @@ def serve(
     The engine's thread may not have ended yet: it may still be decoding. Raises KvtoolError if the engine
     cannot be opened.
 
-    Parameters
-    ----------
-    site
-        State of the routes.
-    opened
-        Loads the model and yields the slots. Called in the engine's thread.
-    listening
-        A socket that listens.
-    ready
-        Called in the engine's thread after the model was loaded.
+    opened: loads the model and yields the slots. Called in the engine's thread.
+    ready: called in the engine's thread after the model was loaded.
     """
     config = uvicorn.Config(
         make(site),

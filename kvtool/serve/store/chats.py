@@ -46,10 +46,6 @@ class StoredChat:
 
     Attributes
     ----------
-    path
-        Session file.
-    digest
-        Digest of the messages.
     n_bytes
         Number of bytes of the session file and its archive.
     is_system_only
@@ -76,12 +72,12 @@ class StoredChat:
 
 
 class ChatStore:
-    """All chats in a folder.
+    """All chats in a folder, which is made if it is missing. Only one server at a time may use it.
+
+    Raises SessionError if the folder cannot be read or made.
 
     Parameters
     ----------
-    folder
-        The folder. It is made if it is missing. Only one server at a time may use it.
     max_bytes
         Maximum number of bytes of all files. If there are more, the least recently used chats are deleted.
     fixed
@@ -92,11 +88,6 @@ class ChatStore:
     ----------
     n_others
         Number of files in the folder that the server cannot continue. It does not change these files.
-
-    Raises
-    ------
-    SessionError
-        If the folder cannot be read or made.
     """
 
     def __init__(self, folder: Path, max_bytes: int, fixed: dict[str, Any]) -> None:
@@ -158,24 +149,11 @@ class ChatStore:
     ) -> StoredChat:
         """Store a chat. When this returns, the chat is on the disk.
 
-        Parameters
-        ----------
-        before
-            The stored chat that this chat continues, or None. The new chat replaces it, unless `before` has
-            only a system prompt or is no longer stored.
-        digest
-            Digest of the chat's messages.
-        conversation
-            The chat.
-        meta
-            Values for the session's JSON.
-        marks
-            See `StoredChat.marks`.
+        Raises SessionError if the chat cannot be written. The stored chats are then unchanged.
 
-        Raises
-        ------
-        SessionError
-            If the chat cannot be written. The stored chats are then unchanged.
+        before: the stored chat that this chat continues, or None. The new chat replaces it, unless `before`
+        has only a system prompt or is no longer stored.
+        meta: values for the session's JSON.
         """
         replaced = before if before in self.chats and before and not before.is_system_only else None
         path = replaced.path if replaced else self.folder / f"{secrets.token_hex(8)}{SUFFIX}"
@@ -276,7 +254,6 @@ class ChatStore:
 
 
 def _marks_in(meta: session.Meta) -> list[Mark]:
-    """Return the marks of a session."""
     if "turns" not in meta:
         return [Mark(*saved) for saved in meta.get("marks", ())]
     # an earlier version of kvtool has written the session

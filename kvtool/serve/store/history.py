@@ -18,15 +18,9 @@ The field is omitted if the template writes the same text before an answer witho
 class History:
     """Digests of the beginnings of a chat. If two digests are equal, the tools and the messages are the same.
 
-    Parameters
-    ----------
-    name
-        Name of the chat, if the client names its chats. All digests after the system prompt depend on the
-        name.
-    tools
-        Tools in the prompt.
-    variables_key
-        See `Rendering.variables_key`.
+    name: name of the chat, if the client names its chats. All digests after the system prompt depend on it.
+    tools: the tools in the prompt.
+    variables_key: see `Rendering`.
     """
 
     def __init__(

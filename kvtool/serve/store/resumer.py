@@ -65,8 +65,6 @@ class _Candidate(NamedTuple):
         Number of tokens of the chat that need not be read if the stream is continued, minus the cost of
         loading the stream: see `_LOADS`. The cost is 0 for the engine's stream, and for streams that have
         replies of the chat.
-    n_stream
-        Number of tokens of the stream.
     chat
         The stored chat to which the stream belongs. None for the engine's stream if it is not stored.
     tokens
@@ -92,14 +90,8 @@ class _Candidate(NamedTuple):
 class Resumer:
     """Continues chats in the engine, one after the other. Stores each chat after its answer.
 
-    Parameters
-    ----------
-    conversation
-        The engine's chat.
-    rendering
-        Renders chats until `use` sets another rendering.
-    meta
-        See `Slot`.
+    rendering: renders chats until `use` sets another rendering.
+    meta: see `Slot`.
 
     Attributes
     ----------
@@ -237,8 +229,6 @@ class Resumer:
         """Rewind a stream to the first token that is different in the chat. Return the tokens to read next.
 
         Returns None if the engine cannot be rewound to this token.
-
-        current: the stored chat that the engine holds.
         """
         writer = self.conversation.writer
         seed, chat = writer.sampler.seed, candidate.chat

@@ -62,17 +62,15 @@ class Parser:
     Parameters
     ----------
     tools
-        Tools that the model may call. The result of `check_tools`.
+        The result of `check_tools`.
     rules
         "call" if a grammar forces the model to write a call. "or" if a grammar allows a call or an answer. ""
         if there is no grammar. With a grammar, an incomplete call is left out instead of counting as text.
-    one_call
-        True to end the reply after its first call.
 
     Attributes
     ----------
     is_done
-        True after the first call if the reply may have only one call. Later text is left out.
+        True after the first call if `one_call` is True. The reply then ends: later text is left out.
     has_left_out
         True if a call was incomplete, or if anything after the only call was left out.
     """

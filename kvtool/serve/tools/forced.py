@@ -44,22 +44,12 @@ class CallRules:
     texts without quotes cannot express a pattern for a text. In this case, the rules are for a call in
     Hermes's format.
 
-    Parameters
-    ----------
-    vocabulary
-        The model's vocabulary. Rules have the ids of control tokens, because text in a rule never matches a
-        control token.
-    format
-        The format in which the model writes calls.
-    plain
-        Text that begins an answer, for a format whose calls take its place; see `Format.end_token`.
-    places
-        Path of each tool's schema in the request, for errors and remarks.
+    Rules have the ids of control tokens, because text in a rule never matches a control token.
 
-    Attributes
-    ----------
-    remarks
-        Remarks on keywords of the tools' schemas that are not enforced.
+    plain: text that begins an answer, for a format whose calls take its place; see `Format.end_token`.
+    places: path of each tool's schema in the request, for errors and remarks.
+
+    `remarks` lists keywords of the tools' schemas that are not enforced.
     """
 
     def __init__(
@@ -100,8 +90,6 @@ class CallRules:
         """Return the rules of calls that the model begins; their triggers are the tags that open calls.
 
         If a strict tool's schema cannot be enforced, a part of it is.
-
-        tools: see `call`. one_call: True to allow only one call in a list of calls.
         """
         self._add_tag()
         self._is_strict, self._repeats = False, not one_call

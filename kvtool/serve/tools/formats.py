@@ -56,14 +56,12 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A syntax of tool calls.
+    """A syntax of tool calls. The texts around and between calls are explained at the top of this file.
 
     Attributes
     ----------
     tags
         Texts that may open a call, and other tags in a call. A vocabulary may have control tokens for them.
-    open, start, middle, end, between, close
-        Texts around and between calls. See the top of this file.
     parameters
         Syntax of arguments. None if they are one JSON object.
     holds_results
@@ -149,10 +147,7 @@ HERMES = Format(
     *('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
     between="\n",
 )
-"""Format of Hermes, Qwen, Granite 4 and Falcon H1: each call is a JSON object between tags.
-
-`Parser` accepts such calls from every model, in addition to the model's own format.
-"""
+"""Format of Hermes, Qwen, Granite 4 and Falcon H1: each call is a JSON object between tags."""
 
 XML = Format(
     "xml",

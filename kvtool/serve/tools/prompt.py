@@ -17,8 +17,8 @@ from kvtool.serve.tools.formats import HERMES, Format
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     """Return a text that describes the tools and Hermes's syntax of calls.
 
-    It is for models whose chat template has no format for tools. The template is then rendered without tools.
-    The text is written before the system prompt, with an empty line between them.
+    It is for models whose chat template has no format for tools (see `Format.native`). It is written before
+    the system prompt, with an empty line between them.
     """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = HERMES.written([("NAME", {"KEY": "VALUE"})])
@@ -41,8 +41,6 @@ def for_template(messages: Sequence[Mapping[str, Any]], template: Template) -> l
     The messages also get marks: see `chats.marks`. Calls and results that the template does not show become
     text: calls in the content of the reply, results in a message of the user. If a template accepts only one
     call in a reply, each call becomes a separate reply.
-
-    messages: the result of `messages.check`.
     """
     # mark the messages before tags are added to calls and results, because marked tags are plain text
     converted = [template.marked(_for_template(message)) for message in messages]

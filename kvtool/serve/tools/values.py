@@ -159,9 +159,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 
 
 def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a JSON schema allows.
-
-    The set is empty if the schema lists neither types nor values.
+    """Return the types that a JSON schema allows: no types if it lists neither types nor values.
 
     root: schema with the definitions.
     """
