@@ -113,7 +113,7 @@ def _plainly(error: Any) -> str:
         known = {each.lstrip("-"): each for param in params for each in param.opts if each.startswith("--")}
         hint = suggestion(name.lstrip("-"), known, known) if name.startswith("--") else ""
         line = f"no such option: {name}"
-        return f"{line}.{hint}" if hint else line + near.dash_advice(name, error.ctx.command)
+        return f"{line}.{hint}" if hint else line + near.option_advice(name, error.ctx.command)
     if isinstance(error, CLICK.MissingParameter) and param:
         return f"{param.metavar or param.human_readable_name} is missing"
     if isinstance(error, CLICK.BadOptionUsage) and error.ctx:

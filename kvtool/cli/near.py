@@ -112,8 +112,14 @@ def translated(context: Any, args: Sequence[str]) -> list[str]:
     return result
 
 
-def dash_advice(name: str, command: Any) -> str:
-    """Return advice if an unknown option is the start of an argument such as "-5 + 3 = ?", else ""."""
+def option_advice(name: str, command: Any) -> str:
+    """Return advice about an unknown option, or "".
+
+    There is advice for -o in `compare`, and for the start of an argument such as "-5 + 3 = ?". name: the
+    unknown option. command: the command that refused it.
+    """
+    if name in ("-o", "--option") and command.name == "compare":
+        return "; write parameters after their policy, as in --policies h2o:window=64"
     takes_text = any(param.param_type_name == "argument" for param in command.params)
     if not (takes_text and name[1:2].isdigit()):
         return ""

@@ -41,7 +41,8 @@ class _PerplexityOptions(Options):
     windows: int | None = option(
         "--windows N",
         None,
-        "Score pieces of N tokens, each in an empty cache, like llama-perplexity -c N.",
+        "Cut the text into pieces of N tokens, without the rest, and score the second half of each in an "
+        "empty cache, like llama-perplexity -c N.",
         valid=Range(3),
     )
 
@@ -52,8 +53,8 @@ def perplexity(
 ) -> None:
     """Stream a text through the cache and print its perplexity; lower is better.
 
-    Every token after the first is scored. Details go to stderr. Ctrl-C, SIGTERM and SIGHUP stop and print
-    the perplexity so far.
+    Every token after the first is scored, unless --windows is set. Details go to stderr. Ctrl-C, SIGTERM and
+    SIGHUP stop and print the perplexity so far.
     """
     from kvtool import policies
     from kvtool.config.opening import check_read_once, open_run

@@ -101,11 +101,15 @@ class Run:
 def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
     """Split "h2o:decay=0.999:window=64" into ("h2o", ("decay=0.999", "window=64")).
 
-    The name may be a path with colons. Raises UsageError if a parameter stands alone.
+    The name may be a path with colons. Raises UsageError if a parameter stands alone or is not NAME=VALUE.
     """
     name, *options = re.split(r":(?=\w+=)", text.strip())
+    example = "as in h2o:window=16:sinks=4"
     if re.fullmatch(r"\w+=.*", name) and not name.endswith(".py"):
-        raise UsageError(f"{name!r} is not a policy; parameters follow colons, as in h2o:window=16:sinks=4")
+        raise UsageError(f"{name!r} is not a policy; parameters follow colons, {example}")
+    start, _, rest = name.partition(":")
+    if rest and start in policies.names():
+        raise UsageError(f"{start}: a parameter is NAME=VALUE, got {rest!r}; write it {example}")
     return name, tuple(options)
 
 

@@ -45,7 +45,8 @@ def stream(
 def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
     """Yield the result of `stream`, batch by batch."""
     for part in engine.steps(tokens):
-        target = tokens[part.start + 1 : part.stop + 1]
+        # like the engine, accept lists and other types of integers
+        target = np.asarray(tokens[part.start + 1 : part.stop + 1], np.int32)
         nll = score(engine.context.logits()[: len(target)], target)
         check_finite(nll, engine.context)
         yield nll

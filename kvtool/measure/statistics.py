@@ -43,17 +43,13 @@ def block_counts(n: int) -> np.ndarray:
 
 
 def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Mean and its standard error, from the ratio estimator over blocks.
+    """Mean and its standard error, from the ratio estimator over two or more blocks.
 
-    If there is only one block, the error is nan. To compare two runs, pass the differences of their sums:
-    variation that both runs have in common then cancels.
-
-    sums, counts: f64[block].
+    To compare two runs, pass the differences of their sums: variation that both runs have in common then
+    cancels. sums, counts: f64[block].
     """
     n_block, n = len(sums), counts.sum()
     mean = sums.sum() / n
-    if n_block < 2:
-        return float(mean), float("nan")
     residuals = sums - mean * counts
     return float(mean), float(np.sqrt((residuals**2).sum() * n_block / (n_block - 1)) / n)
 
@@ -62,15 +58,14 @@ def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None, float |
     """Mean per token of a text of n tokens, its standard error, and the margin: half of its 95 % interval.
 
     sums: f64[block], sum of each block. They are joined into eight blocks. In all runs of a text, these have
-    the same tokens. If there is only one block, error and margin are None.
+    the same tokens. If there are fewer than eight blocks, error and margin are None.
     """
-    n_block = min(_N_BLOCK, len(sums))
-    starts = np.arange(n_block) * len(sums) // n_block
+    if len(sums) < _N_BLOCK:
+        return float(sums.sum() / n), None, None
+    starts = np.arange(_N_BLOCK) * len(sums) // _N_BLOCK
     sums, counts = np.add.reduceat(sums, starts), np.add.reduceat(block_counts(n), starts)
     mean, error = mean_error(sums, counts)
-    if np.isnan(error):
-        return mean, None, None
-    return mean, error, t_quantile(len(sums) - 1) * error
+    return mean, error, t_quantile(_N_BLOCK - 1) * error
 
 
 def t_quantile(df: int) -> float:
@@ -98,14 +93,15 @@ def interval(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float] | tupl
 
 
 def item_interval(scores: np.ndarray, *, are_hits: bool) -> tuple[float, float] | tuple[None, None]:
-    """95 % interval of the mean of independent scores f64[n]. (None, None) for a single score.
+    """95 % interval of the mean of independent scores f64[n]. (None, None) for too few scores.
 
     are_hits: True if each score is 1 for a hit, 0 for a miss, or the share of several hits. The result is
     then Wilson's interval (1927). It has a width even if all scores are equal. For shares, it is wider than
-    necessary. For other scores, the result is `interval`, with each score as a block.
+    necessary. It needs two scores. For other scores, the result is `interval`, with each score as a block. It
+    needs three scores: with two, Student's t is 12.7 times the standard error.
     """
     n, mean = len(scores), scores.mean()
-    if n < 2:
+    if n < (2 if are_hits else 3):
         return None, None
     if not are_hits:
         return interval(scores, np.ones(n))

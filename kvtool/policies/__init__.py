@@ -65,7 +65,9 @@ def _load_file(path: Path) -> type[Policy]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise UsageError(f"{path}: {where(error)}") from error
-    return _checked(getattr(module, "POLICY", None), f"{path}: POLICY")
+    if not hasattr(module, "POLICY"):
+        raise UsageError(f"{path} defines no POLICY; add POLICY = NAME with the name of the policy's class")
+    return _checked(module.POLICY, f"{path}: POLICY")
 
 
 def _checked(policy: object, what: str) -> type[Policy]:

@@ -6,7 +6,7 @@ The lines of prompts and chats end with LF. A text that is measured keeps its li
 from __future__ import annotations
 
 import sys
-from codecs import getincrementaldecoder
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from math import isfinite
@@ -125,7 +125,10 @@ class TextSource:
         self._data += new
         self.is_whole = self.is_whole or missing < 0 or len(new) < missing
         if self.is_whole and not self._data.strip():
-            raise InputError(f"{self.name} is empty; it must be a text")
+            what = "has only white space" if self._data else "is empty"
+            raise InputError(f"{self.name} {what}; it must be a text")
+        if self._data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise InputError(f"{self.name} is UTF-16, not UTF-8; {_CONVERT}")
         if b"\0" in self._data:
             raise InputError(f"{self.name} is binary; it must be a text")
         try:

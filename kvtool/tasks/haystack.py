@@ -91,12 +91,16 @@ def sentences_of(files: Sequence[Path]) -> list[str]:
 def texts_of(files: Sequence[Path]) -> list[str]:
     """Return the texts of files, and of the .txt files in folders, sorted by name. Raises InputError."""
     paths = [path for file in files for path in (sorted(file.rglob("*.txt")) if file.is_dir() else [file])]
+    return [_text_of(path) for path in paths]
+
+
+def _text_of(path: Path) -> str:
     try:
-        return [path.read_text(encoding="utf-8-sig") for path in paths]
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise InputError(f"cannot read {error.filename}: {error.strerror}") from None
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"a file of the filler text is not UTF-8 (byte {error.start})") from None
+        raise InputError(f"{path} is not UTF-8 (byte {error.start})") from None
 
 
 def sentences(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,13 @@ from kvtool.tasks.task import Item, Task
 _HITS = {"acc", "acc_norm", "em", "found", "string_match", "subspan_em"}
 """Scores whose values are 1 for a hit, 0 for a miss, or the share of several hits."""
 
+_RANGES = {
+    **dict.fromkeys(("f1", "rouge1", "rouge2", "rougeL", "score"), (0.0, 1.0)),
+    "nll": (0.0, math.inf),
+    "logp": (-math.inf, 0.0),
+}
+"""Lowest and highest possible values of the other scores. Student's t alone would exceed them."""
+
 _SAME_TASK = ("task", "task_params", "chat", "max_prompt", "temp", "seed", "model_sha256")
 """Fields that two evaluations must share to be compared item by item."""
 
@@ -33,8 +41,8 @@ POLICY = ("policy", "options", "budget")
 class Mean:
     """Mean of n items' scores.
 
-    low, high: ends of its 95 % interval; None for a single item, and for equal scores other than hits or
-    misses.
+    low, high: ends of its 95 % interval; None for a single item, and if scores other than hits or misses are
+    fewer than three, or equal.
     """
 
     mean: float
@@ -129,7 +137,8 @@ class TaskResults:
         for name in scores(self.records):
             values = [ours[name] - first[name] for ours, first in pairs if name in ours and name in first]
             if values:
-                found[name] = _mean(name, values, statistics.paired_interval)
+                least, most = _RANGES.get(name, (-math.inf, math.inf))
+                found[name] = _mean(name, values, statistics.paired_interval, least - most, most - least)
         if not found:
             return None
         first, about = self._first[0], self.about
@@ -145,11 +154,19 @@ class TaskResults:
 
 def means(finished: Sequence[Record]) -> dict[str, Mean]:
     """Mean of each score, by name."""
-    return {name: _mean(name, of, statistics.item_interval) for name, of in scores(finished).items()}
+    return {
+        name: _mean(name, of, statistics.item_interval, *_RANGES.get(name, (-math.inf, math.inf)))
+        for name, of in scores(finished).items()
+    }
 
 
-def _mean(name: str, values: list[float], interval: Callable[..., tuple[Any, Any]]) -> Mean:
+def _mean(
+    name: str, values: list[float], interval: Callable[..., tuple[Any, Any]], least: float, most: float
+) -> Mean:
+    """Mean of values, with its interval. least, most: limits of the interval."""
     low, high = interval(np.array(values), are_hits=name in _HITS)
+    if low is not None:
+        low, high = max(low, least), min(high, most)
     return Mean(float(np.mean(values)), low, high, len(values))
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvtool.errors import InputError
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader, max_tokens_of
@@ -56,7 +57,9 @@ class Retrieval(RecordTask):
         pairs = [(data.text(key), data.text(value)) for key, value in record["ordered_kv_records"]]
         wanted = data.text(record["key"]), data.text(record["value"])
         place = pairs.index(wanted)
-        n = min(self.pairs, len(pairs)) or len(pairs)
+        n = self.pairs or len(pairs)
+        if n > len(pairs):
+            raise InputError(f"pairs must be at most {len(pairs)}, the number in a record, got {n}")
         others = pairs[:place] + pairs[place + 1 :]
         # scale the index from 0 .. len(pairs) - 1 to 0 .. n - 1
         at = round(place * (n - 1) / max(len(pairs) - 1, 1))

@@ -70,7 +70,6 @@ def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, t
         (["-sm", "tensor"], 2, "--split-mode must be none, layer or row, got 'tensor'"),
         (["-mg", "-1"], 2, "--main-gpu must be at least 0, got -1"),
         (["--lora", "a.gguf:inf"], 2, "--lora takes a file, or FILE:SCALE with a number, got 'a.gguf:inf'"),
-        (["--lora-scaled", "a.gguf:1"], 2, "no such option: --lora-scaled; use --lora"),
         (["--lora", "[red].gguf:half"], 3, "[red].gguf:half; --lora takes FILE or FILE:SCALE"),
     ],
 )

@@ -169,6 +169,10 @@ def test_command_groups_do_not_list_completion_options():
         (["help", "chat", "x"], "`kvtool chat` has no subcommands; `kvtool chat -h` shows its help"),
         (["chat", "--budgett", "3"], "no such option: --budgett. Did you mean --budget? `kvtool chat -h` "),
         (["bench", "--policy", "h2o"], "no such option: --policy; `kvtool bench -h` "),
+        (
+            ["compare", "-o", "window=8"],
+            "no such option: -o; write parameters after their policy, as in --policies h2o:window=64; ",
+        ),
         (["chat", "--temperatur", "1"], "no such option: --temperatur; `kvtool chat -h` "),
         (["models", "pull"], "MODEL is missing; `kvtool models pull -h` lists its options"),
         (["inspect", "--snapshots", "0"], "--snapshots must be in 1..255, got 0\n"),

@@ -123,8 +123,10 @@ def test_text_read_in_parts_equals_the_whole_text(tmp_path, size):
     ("data", "words"),
     [
         (b"", "is empty"),
-        (b" \n \t", "is empty"),
+        (b" \n \t", "has only white space; it must be a text$"),
         (b"a\0b", "is binary"),
+        ("\ufeffabc".encode("utf-16-le"), "is UTF-16, not UTF-8; convert it first"),
+        ("\ufeff\u00ef".encode("utf-16-be"), "is UTF-16, not UTF-8; convert it first"),
         (b"abc\xff", r"is not UTF-8 \(byte 3\)"),
         # these faults come after the part of the file that is read first
         (b"a" * 2**16 + b"\xff", r"is not UTF-8 \(byte 65536\)"),

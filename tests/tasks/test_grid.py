@@ -135,6 +135,20 @@ def test_byte_budget_includes_recurrent_states(common):
         # --policies h2o:window=16,sinks=4 names two policies, of which the second is "sinks=4"
         ("sinks=4", "64", "f16", {}, "^'sinks=4' is not a policy; parameters follow colons, as in h2o:"),
         ("h2o:sinkz=1", "64", "f16", {}, "no parameter"),
+        (
+            "h2o:window:8",
+            "64",
+            "f16",
+            {},
+            "^h2o: a parameter is NAME=VALUE, got 'window:8'; write it as in h2o:",
+        ),
+        (
+            "h2o:window:sinks=4",
+            "64",
+            "f16",
+            {},
+            "^h2o: a parameter is NAME=VALUE, got 'window'; write it as in h2o:",
+        ),
         ("streamingllm", "3", "f16", {}, "a budget of 3 is too small for streamingllm; use at least 6"),
         ("h2o", "many", "f16", {}, "--budget is a number of tokens"),
         ("h2o", "513", "f16", {}, "the context is 512 tokens"),
@@ -298,6 +312,17 @@ def test_run_has_the_results_of_perplexity(common):
     n, total = seen[runs[1]][-1]
     assert n == N - 1
     assert total / n == pytest.approx(h2o["nll"])
+
+
+@pytest.mark.parametrize("convert", [np.ndarray.tolist, np.int64, np.uint32])
+@pytest.mark.parametrize(
+    "score", [perplexity.stream, partial(perplexity.windows, n_window=40)], ids=["stream", "windows"]
+)
+def test_perplexity_takes_lists_and_all_types_of_integers(model, score, convert):
+    with open_engine(model, policies.fit("h2o", 64), over_budget=False) as engine:
+        want = score(engine, text(N))
+        engine.reset()
+        assert score(engine, convert(text(N))).tolist() == want.tolist()
 
 
 def test_budget_bytes_of_rows_of_different_lengths_are_their_mean_at_the_peak(common):

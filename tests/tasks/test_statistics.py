@@ -34,12 +34,6 @@ def test_mean_is_the_sum_divided_by_the_counts():
     assert mean == 11 / 4
 
 
-def test_standard_error_of_one_block_is_nan():
-    mean, error = statistics.mean_error(np.array([3.0]), np.array([2.0]))
-    assert mean == 1.5
-    assert np.isnan(error)
-
-
 def test_constant_values_have_zero_error_and_no_interval():
     sums, counts = np.full(20, 3.0), np.full(20, 2.0)
     assert statistics.mean_error(sums, counts) == (1.5, 0)
@@ -82,7 +76,7 @@ def test_quantiles_are_those_of_students_table(df, quantile):
     assert statistics.t_quantile(10**6) == pytest.approx(1.96, abs=1e-3)
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", [3, 4, 8])
 def test_intervals_of_a_few_scores_contain_the_mean_95_percent_of_the_time(n):
     rng, held = np.random.default_rng(0), 0
     for scores in rng.normal(size=(1000, n)):
@@ -114,9 +108,11 @@ def test_equal_scores_have_no_interval():
     assert statistics.item_interval(np.full(3, 0.1), are_hits=False) == (None, None)
 
 
-@pytest.mark.parametrize("are_hits", [True, False])
-def test_a_single_score_has_no_interval(are_hits):
-    assert statistics.item_interval(np.ones(1), are_hits=are_hits) == (None, None)
+@pytest.mark.parametrize(("n", "are_hits"), [(1, True), (1, False), (2, False)])
+def test_too_few_scores_have_no_interval(n, are_hits):
+    scores = np.arange(n) / 2
+    assert statistics.item_interval(scores, are_hits=are_hits) == (None, None)
+    assert statistics.paired_interval(scores, are_hits=are_hits) == (None, None)
 
 
 @pytest.mark.parametrize(("n", "gains", "losses"), [(10, 0, 0.2), (40, 0.05, 0.15), (100, 0.02, 0.02)])
@@ -144,7 +140,8 @@ def test_margin_of_a_difference_is_students_over_eight_blocks_of_the_text():
     assert [*statistics.mean_of_text(statistics.block_sums(difference), 2048)] == pytest.approx(
         want, rel=1e-4
     )
-    assert statistics.mean_of_text(np.ones(1), 1) == (1, None, None)
+    assert statistics.mean_of_text(np.arange(7.0), 7) == (3, None, None)
+    assert statistics.mean_of_text(np.arange(8.0), 8)[1] == pytest.approx(np.sqrt(6 / 8))
 
 
 @pytest.mark.parametrize("reach", [1, 40])
@@ -166,6 +163,7 @@ def test_interval_of_a_perplexity_is_students_over_eight_blocks(n):
     assert record["perplexity_high"] == pytest.approx(np.exp(nll.mean() + 2.365 * error), rel=0.01)
 
 
-def test_perplexity_of_one_token_has_no_interval():
-    record = quality(np.ones(1))
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_perplexity_of_less_than_eight_tokens_has_no_interval(n):
+    record = quality(np.arange(n) * 10.0)
     assert {record[name] for name in ("perplexity_low", "perplexity_high", "nll_stderr")} == {None}

@@ -123,16 +123,21 @@ def test_retrieval_prompts_equal_lost_in_the_middle():
     assert question == f'Key: "{record["key"]}"\nCorresponding value:'
 
 
-@pytest.mark.parametrize(("n", "places"), [(5, (2, 0)), (9, (2, 0)), (3, (1, 0)), (2, (0, 0)), (1, (0, 0))])
+@pytest.mark.parametrize(("n", "places"), [(5, (2, 0)), (3, (1, 0)), (2, (0, 0)), (1, (0, 0))])
 def test_retrieval_with_fewer_pairs_keeps_the_relative_place_of_the_key(n, places):
     records = data.read(DATA / "kv_retrieval.jsonl")
     questions = items("retrieval", "kv_retrieval.jsonl", pairs=n)
     for record, item, place in zip(records, questions, places, strict=True):
         shown = list(json.loads(item.prompt.split("JSON data:\n")[1].split("\n\n")[0]).items())
-        assert len(shown) == min(n, 5)
+        assert len(shown) == n
         assert shown[place] == (record["key"], record["value"])
         others = [tuple(pair) for pair in record["ordered_kv_records"] if pair[0] != record["key"]]
         assert shown[:place] + shown[place + 1 :] == others[: len(shown) - 1]
+
+
+def test_retrieval_refuses_more_pairs_than_a_record_has():
+    with pytest.raises(InputError, match="^pairs must be at most 5, the number in a record, got 9$"):
+        items("retrieval", "kv_retrieval.jsonl", pairs=9)
 
 
 def test_xsum_keeps_its_instruction_and_cnn_dailymail_gets_one():

@@ -23,7 +23,7 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import InputError, StreamEnd, UsageError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.loaded.model import Model
-from kvtool.measure import perplexity, records
+from kvtool.measure import perplexity, records, statistics
 from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
@@ -269,6 +269,9 @@ def test_haystack_sentences_come_from_files_and_folders(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="no text"):
         haystack.sentences_of([tmp_path / "empty"])
+    (tmp_path / "in" / "d.txt").write_bytes(b"a\xff")
+    with pytest.raises(InputError, match=r"/in/d\.txt is not UTF-8 \(byte 1\)$"):
+        haystack.sentences_of([tmp_path])
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,6 +524,53 @@ def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path
     assert called(*command, "--policy", "full").stdout == alone
     other_type = called(*command, "--policy", "full", "-ctk", "q8_0", "-ctv", "q8_0")
     assert "minus full, type_k f16, type_v f16 (first in the file)" in other_type.stdout
+    # `full` has no `evict_every`, so only the default of --batch-size is named
+    each = called(*second, "--evict-every", "1", "--batch-size", "32")
+    assert "minus full, n_batch default (first in the file)" in each.stdout
+
+
+def test_the_default_of_an_evicting_baseline_is_named(tiny_model, tmp_path):
+    command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--records", tmp_path / "out.jsonl", "--resume")
+    assert called(*command, "--policy", "h2o").returncode == 0
+    done = called(*command, "--policy", "recall", "--evict-every", "1")
+    assert "minus h2o, budget 20%, evict_every default (first in the file)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "low", "high"),
+    [
+        ("rouge1", [0.1, 0.1, 0.9], 0, 1),
+        ("logp", [-9.0, -0.1, -0.1], None, 0),
+        ("nll", [0.1, 0.1, 9], 0, None),
+    ],
+)
+def test_intervals_are_within_the_range_of_a_score(name, values, low, high):
+    mean = of_items.means([{"scores": {name: value}} for value in values])[name]
+    plain = statistics.item_interval(np.array(values), are_hits=False)
+    assert plain[0] < -0.5
+    assert plain[1] > 0.5
+    assert (mean.low, mean.high) == (plain[0] if low is None else low, plain[1] if high is None else high)
+
+
+def test_intervals_of_differences_are_within_the_range_of_differences(tmp_path):
+    path, found = tmp_path / "out.jsonl", []
+    for policy, values in (("full", [0, 0, 1]), ("h2o", [1, 0.9, 0])):
+        about = dict.fromkeys(("task", "task_params", "chat", "max_prompt", "temp", "seed", "model_sha256"))
+        about |= {"policy": policy, "options": [], "budget": None}
+        results = of_items.TaskResults(about, [Item(str(i), "x") for i in range(3)], path)
+        answers = iter([ScoredAnswer("", {"f1": value, "logp": -value}) for value in values])
+        task = SimpleNamespace(answer=lambda item, reader, answers=answers: next(answers))
+        engine = dict.fromkeys(("mean_kv", "n_evicted", "cache_bytes", "archive_bytes"), 0)
+        engine["policy"] = SimpleNamespace(n_asked=1, budget=1)
+        reader = SimpleNamespace(n_read=1, is_cut=False, engine=SimpleNamespace(**engine))
+        assert len(list(results.measure(task, reader))) == 3
+        found.append(results.differences())
+    assert found[0] is None
+    differences = found[1][1]
+    assert (differences["f1"].low, differences["f1"].high) == (-1, 1)
+    # a difference of log-probabilities has no limits
+    assert differences["logp"].low < -1
+    assert differences["logp"].high > 1
 
 
 def test_needle_uses_the_chat_template(tiny_model, tmp_path):
@@ -614,6 +664,13 @@ def test_eval_without_arguments_lists_the_tasks():
     listed = json.loads(called("eval", "--json").stdout)
     assert [each["name"] for each in listed] == tasks.names()
     assert listed[0]["params"].keys() >= {"shots"}
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    for task in listed:
+        assert set(task["explained"]) == set(task["params"]), task["name"]
+        for name, text in task["explained"].items():
+            assert text.endswith("."), (task["name"], name)
+            assert any(line[0] == name and line[1].startswith(text) for line in lines), (task["name"], name)
+    assert ["digits", "Number of digits of the key. [default: 5]"] in lines
 
 
 @pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])

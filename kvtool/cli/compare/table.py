@@ -87,7 +87,7 @@ def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[st
 
 def difference(record: dict[str, Any], name: str) -> Text:
     """Format a difference and its margin. It is dim if 0 is within the margin."""
-    # records of earlier versions have no margin
+    # records of earlier versions or of fewer than eight tokens have no margin
     value, margin = record[name], record.get(f"{name}_margin")
     if value is None:
         return Text("-", "dim")

@@ -89,7 +89,7 @@ class _EvalOptions(Options):
     settings: tuple[str, ...] = option(
         "--set NAME=VALUE",
         (),
-        "Set a parameter of the task (kvtool eval lists them). Repeatable.",
+        "Set a parameter of the task (kvtool eval explains them). Repeatable.",
         default_text=False,
         read=repeated,
     )
@@ -139,7 +139,7 @@ def evaluate(
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
 
-    Without a task, it lists all tasks with their parameters.
+    Without a task, it lists all tasks and explains their parameters.
     """
     from kvtool import tasks
 
@@ -346,6 +346,7 @@ def _about(spec: PolicySpec, run: RunOptions, path: Path) -> dict[str, object]:
 
 def _list(*, as_json: bool) -> None:
     from rich.table import Column
+    from rich.text import Text
 
     from kvtool import tasks
 
@@ -353,15 +354,19 @@ def _list(*, as_json: bool) -> None:
     for name in tasks.names():
         kind = tasks.load(name)
         summary = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0].partition(": ")[2]
-        listed.append({"name": name, "what": summary, "params": parameters.defaults(kind)})
+        params, explained = parameters.defaults(kind), parameters.explained(kind)
+        listed.append({"name": name, "what": summary, "params": params, "explained": explained})
     if as_json:
         typer.echo(json_text(listed, indent=2))
         return
-    rows = []
+    rows: list[tuple[str | Text, str]] = []
     for task in listed:
-        params = (f"{key}={shown(value)}" for key, value in task["params"].items())
-        rows.append((task["name"], task["what"], "\n".join(params)))
-    columns = Column("task", style="bold"), "what it asks", "parameters (--set NAME=VALUE)"
+        rows.append((Text(task["name"], "bold"), task["what"]))
+        for name, value in task["params"].items():
+            # an explanation says what an empty value means
+            default = f" [default: {shown(value)}]" if value not in ("", ()) else ""
+            rows.append((f"  {name}", f"{task['explained'][name]}{default}"))
+    columns = Column("task", no_wrap=True), "what it asks, and its parameters (--set NAME=VALUE)"
     table_console().print(table(columns, rows))
 
 

@@ -15,13 +15,30 @@ if TYPE_CHECKING:
 
 
 def shown(value: object) -> str:
-    if value is None:
-        return "null"
     return ",".join(map(shown, value)) if isinstance(value, tuple) else str(value)
 
 
 def counted(n: int) -> str:
     return f"{n} item{'s' * (n != 1)}"
+
+
+def _differing(baseline: Record) -> str:
+    """Return the settings in which the first evaluation of a file differs from this one.
+
+    None means the default. But None in a field of `_ABSENT` means that the evaluation has no such setting.
+    """
+    from kvtool.tasks.results import POLICY
+
+    # a policy that never evicts has no budget
+    absent = _ABSENT if baseline["budget"] else (*_ABSENT, "evict_every", "prefill")
+    return "".join(
+        f", {name} {'default' if value is None else shown(value)}"
+        for name, value in baseline.items()
+        if name not in POLICY and not (value is None and name in absent)
+    )
+
+
+_ABSENT = ("archive", "archive_type", "lora", "policy_sha256")
 
 
 def _policy(about: Record) -> str:
@@ -37,17 +54,14 @@ def show(
     compared: tuple[Record, dict[str, Mean]] | None,
 ) -> None:
     """Print the means of the scores, their differences to the first policy of the file, and their groups."""
-    from kvtool.tasks.results import POLICY
-
     console, about = table_console(), results.about
     drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
     console.print(f"{about['task']}, {counted(len(results))}, {about['model']}, {_policy(about)}{drawn}\n")
     _print_means(console, means)
     if compared:
         baseline, differences = compared
-        others = {name: value for name, value in baseline.items() if name not in POLICY}
-        differing = "".join(f", {name} {shown(value)}" for name, value in others.items())
-        console.print(f"\nminus {_policy(baseline)}{differing} (first in the file), over the same items:\n")
+        first = f"{_policy(baseline)}{_differing(baseline)}"
+        console.print(f"\nminus {first} (first in the file), over the same items:\n")
         _print_means(console, differences)
     if more := task.summary(results.records):
         console.print()
