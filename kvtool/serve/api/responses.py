@@ -222,8 +222,11 @@ class ResponseBodies(AnswerBodies):
         super().__init__(policy, common)
 
     def first(self) -> list[str]:
-        response = self._common | {"status": "in_progress", "output": [], "usage": None}
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        return [self._unfinished("created"), self._unfinished("in_progress")]
+
+    def ping(self) -> str:
+        # repeat an event, because Codex drops a stream that has only comments for 300 s
+        return self._unfinished("in_progress")
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
         if thought := delta.get("reasoning_content"):
@@ -254,6 +257,11 @@ class ResponseBodies(AnswerBodies):
         return self._response(end)
 
     # parts of a stream
+
+    def _unfinished(self, kind: str) -> str:
+        """Return an event with the response so far."""
+        response = self._common | {"status": "in_progress", "output": self._output, "usage": None}
+        return self._event(f"response.{kind}", response=response)
 
     def _open_item(self, kind: str) -> list[str]:
         """Open an item of this kind. If an item of another kind is open, close it first."""
