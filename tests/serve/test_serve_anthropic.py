@@ -14,6 +14,7 @@ from kvtool.serve.api.tools import check_tools
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
 from tests.held import PATIENCE_S
+from tests.serve.answered import checked
 from tests.serve.asking import events_of, message
 from tests.serve.here import send
 
@@ -68,8 +69,8 @@ def test_messages_request_is_converted_to_a_chat():
     }
     body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
     given = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
-    checked, chat = messages.check(given.messages), given.fields
-    assert checked == [
+    talked, chat = messages.check(given.messages), given.fields
+    assert talked == [
         message("system", "A.\n\nB."),
         message("user", "One, two."),
         message("system", "New rules."),
@@ -127,6 +128,18 @@ def test_tool_reference_is_replaced_by_the_tools_definition():
         anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH]})
 
 
+def test_image_in_a_result_is_replaced_by_a_text_and_listed_as_ignored():
+    talk = [
+        *ASKED["messages"],
+        message("assistant", [use("a")]),
+        message("user", [result("a", [text("Seen: "), IMAGE, {"type": "document", "source": {}}])]),
+    ]
+    request = checked(ASKED | {"messages": talk}, "messages")
+    read = "Seen: [image: this model reads text only][document: this model reads text only]"
+    assert request.messages[-1]["content"] == read
+    assert request.ignored == [f"messages[2].content[0].content[{n}]" for n in (1, 2)]
+
+
 def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
     (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]}).tools)
@@ -166,8 +179,8 @@ def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
             "messages[0].content[0].content must be a string or",
         ),
         (
-            {"messages": [message("user", [result("a", [IMAGE])])]},
-            "messages[0].content[0].content[0] is of type image",
+            {"messages": [message("user", [result("a", [use("b")])])]},
+            "messages[0].content[0].content[0] is of type tool_use",
         ),
         (
             {"messages": [message("assistant", [use("a") | {"input": "{}"}])]},

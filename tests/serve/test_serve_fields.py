@@ -204,6 +204,17 @@ def test_call_of_a_custom_tool_is_shown_with_its_text_as_input():
         assert (answer["tool_call_id"], answer["content"]) == ("1", "done")
 
 
+def test_image_in_the_output_of_a_tool_is_replaced_by_a_text_and_listed_as_ignored():
+    parts = [{"type": "input_text", "text": "Seen: "}, {"type": "input_image", "image_url": "x"}]
+    for kind in ("function_call", "custom_tool_call"):
+        call = {"type": kind, "call_id": "1", "name": "look", "input": "x", "arguments": "{}"}
+        output = {"type": f"{kind}_output", "call_id": "1", "output": parts}
+        request = checked({"input": [message("user", "x"), call, output]}, "responses")
+        assert request.messages[-1]["content"] == "Seen: [image: this model reads text only]"
+        assert request.ignored == ["input[2].output[1]"]
+    assert parts[1]["type"] == "input_image"
+
+
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_return_logprobs_if_top_logprobs_or_include_ask(n):
     def request(**more):

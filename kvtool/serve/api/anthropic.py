@@ -10,7 +10,7 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
-from kvtool.serve.api.messages import listed
+from kvtool.serve.api.messages import left_out, listed
 from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.requests import MAX_STOPS, GivenChat
 from kvtool.serve.api.tools import GivenTool
@@ -53,10 +53,11 @@ def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
     given = optional(fields.pop("tools"), list, "tools") or []
     tools = _tools(given)
     functions = {str(tool.function["name"]): tool.function for tool in tools}
-    for where, each in asked:
-        messages += _messages(each, where, functions)
-    # pass tools without a function on as unknown fields, so that the answer lists them as ignored
+    # pass tools without a function, and blocks that are left out, on as unknown fields, so that the answer
+    # lists them as ignored
     chat: Body = {f"tools[{i}]": tool for i, tool in enumerate(given) if not _is_function(tool)}
+    for where, each in asked:
+        messages += _messages(each, where, functions, chat)
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
         _check_answered(messages, n_max)
@@ -92,12 +93,13 @@ def _check_answered(messages: Sequence[tuple[str, Body]], n_max: int | None) -> 
 
 
 def _messages(
-    value: object, where: str, functions: Mapping[str, Mapping[str, Any]]
+    value: object, where: str, functions: Mapping[str, Mapping[str, Any]], ignored: Body
 ) -> Iterator[tuple[str, Body]]:
     """Convert one of Anthropic's messages to messages of a chat, and yield (place, message) for each.
 
     The place is the part of the request from which the message is made, such as "messages[2].content[0]".
     Each result of a tool becomes a message of the chat. functions: the functions of all tools by their names.
+    ignored: gets the blocks that are left out, by their places.
     """
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
@@ -116,7 +118,7 @@ def _messages(
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
             n_result += 1
-            yield at, _result(block, at, functions)
+            yield at, _result(block, at, functions, ignored)
     if texts or calls or not n_result:
         more: Body = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
@@ -150,13 +152,16 @@ def _call(block: Body, where: str) -> Body:
     return {"id": need_text(block, "id", where), "type": "function", "function": function}
 
 
-def _result(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]]) -> Body:
+def _result(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]], ignored: Body) -> Body:
     content = block.get("content")
     texts, definitions = [], []
-    kinds = ("text", "tool_reference")
+    kinds = ("text", "tool_reference", "image", "document")
     for at, part in _blocks("" if content is None else content, f"{where}.content", kinds):
         if part["type"] == "text":
             texts.append(need_text(part, "text", at))
+        elif part["type"] in ("image", "document"):
+            ignored[at] = part
+            texts.append(left_out(part["type"]))
         else:
             definitions.append(_definition(part, at, functions))
     if definitions:

@@ -10,7 +10,7 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, need_text, optional, shown, wrong
-from kvtool.serve.api.messages import arguments_of, content_of
+from kvtool.serve.api.messages import arguments_of, content_of, left_out
 from kvtool.serve.api.output_format import of_response_format
 from kvtool.serve.api.requests import GivenChat
 from kvtool.serve.api.tools import GivenTool
@@ -30,6 +30,9 @@ _HOSTED_ITEMS = (
     *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
 )
 """Types of items that belong to tools which kvtool ignores. They are left out."""
+
+_NO_TEXTS = {"input_image": "image", "input_file": "file"}
+"""Types of parts of a tool's result that are replaced by a text, which names them by these words."""
 
 _LOGPROBS = "message.output_text.logprobs"
 """With this item in "include", a request asks for log-probabilities."""
@@ -81,7 +84,7 @@ def _messages(fields: Fields) -> tuple[list[tuple[str, Body]], Body]:
                 # pass it on as an unknown field, so that the answer lists it as ignored
                 ignored[f"input[{i}]"] = item
             else:
-                _add_item(messages, item, f"input[{i}]")
+                _add_item(messages, item, f"input[{i}]", ignored)
         # leave out a thought at the end, because it has no reply
         _pop_thought(messages)
     else:
@@ -91,8 +94,11 @@ def _messages(fields: Fields) -> tuple[list[tuple[str, Body]], Body]:
     return messages, ignored
 
 
-def _add_item(messages: list[tuple[str, Body]], item: object, where: str) -> None:
-    """Add an item of the input to the messages. Raises ApiError."""
+def _add_item(messages: list[tuple[str, Body]], item: object, where: str, ignored: Body) -> None:
+    """Add an item of the input to the messages, and its parts that are left out to `ignored`.
+
+    Raises ApiError.
+    """
     item = need(item, dict, where)
     # join the thought, the text and the calls of a reply, which are separate items, into one message
     thought = _pop_thought(messages)
@@ -119,12 +125,25 @@ def _add_item(messages: list[tuple[str, Body]], item: object, where: str) -> Non
     elif kind in ("function_call_output", "custom_tool_call_output"):
         if item.get("output") is None:
             raise ApiError.at(f"{where}.output", "is missing")
-        content = content_of(item["output"], f"{where}.output")
+        content = content_of(_texts(item["output"], f"{where}.output", ignored), f"{where}.output")
         id = optional(item.get("call_id"), str, f"{where}.call_id")
         messages.append((where, {"role": "tool", "tool_call_id": id, "content": content}))
     else:
         kinds = "message, function_call, function_call_output or reasoning"
         raise ApiError.at(f"{where}.type", f"must be {kinds}, got {shown(kind)}", "unsupported_content")
+
+
+def _texts(output: object, where: str, ignored: Body) -> object:
+    """Return the output of a tool, with a text for each image and file. Add these parts to `ignored`."""
+    if not isinstance(output, list):
+        return output
+    parts = [*output]
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _NO_TEXTS:
+            ignored[f"{where}[{i}]"] = part
+            parts[i] = {"type": "input_text", "text": left_out(_NO_TEXTS[kind])}
+    return parts
 
 
 def _pop_thought(messages: list[tuple[str, Body]]) -> Body:
