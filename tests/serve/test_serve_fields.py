@@ -136,6 +136,28 @@ def test_previous_response_id_is_refused_with_advice():
         checked({"input": "x", "previous_response_id": "resp_1"}, "responses")
 
 
+def test_reference_to_an_item_is_refused_with_advice():
+    """Vercel's AI SDK refers to earlier replies unless it is told that they are not stored."""
+    asked = [message("user", "x"), {"type": "item_reference", "id": "msg_1"}]
+    with pytest.raises(ApiError, match=r"kvtool stores no answers; send the whole chat \(.*store: false"):
+        checked({"input": asked}, "responses")
+
+
+def test_error_about_an_unknown_item_names_the_types_that_are_read():
+    with pytest.raises(ApiError) as caught:
+        checked({"input": [{"type": "x"}]}, "responses")
+    start, end = "input[0].type must be ", ", got x"
+    assert caught.value.message.startswith(start)
+    assert caught.value.message.endswith(end)
+    kinds = caught.value.message[len(start) : -len(end)].replace(" or ", ", ").split(", ")
+    assert len(kinds) == 6
+    # for these types, the error is about another field
+    for kind in kinds:
+        with pytest.raises(ApiError) as caught:
+            checked({"input": [{"type": kind}]}, "responses")
+        assert caught.value.param != "input[0].type"
+
+
 def test_required_call_has_priority_over_a_schema():
     tools = [{"type": "function", "function": {"name": "f"}}]
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
@@ -252,7 +274,7 @@ PARAMETERS = {"type": "object", "properties": 5}
             {"input": [{"type": "function_call_output", "call_id": "1", "output": {"a": 1}}]},
             "input[0].output",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [message("user", "x"), {"type": "item_reference", "id": "x"}]}, "input[1]"),
         ({"input": [{"type": "web_search_call"}, {"type": "websearch"}]}, "input[1].type"),
         ({"input": [{"type": "custom_tool_call", "name": "f", "call_id": "1"}]}, "input[0].input"),
         ({"max_output_tokens": "x"}, "max_output_tokens"),

@@ -128,8 +128,13 @@ def _add_item(messages: list[tuple[str, Body]], item: object, where: str, ignore
         content = content_of(_texts(item["output"], f"{where}.output", ignored), f"{where}.output")
         id = optional(item.get("call_id"), str, f"{where}.call_id")
         messages.append((where, {"role": "tool", "tool_call_id": id, "content": content}))
+    elif kind == "item_reference":
+        advice = "send the whole chat (Vercel's AI SDK: providerOptions openai: {store: false}, or .chat())"
+        fault = f"is of type item_reference, but kvtool stores no answers; {advice}"
+        raise ApiError.at(where, fault, "unsupported_content")
     else:
-        kinds = "message, function_call, function_call_output or reasoning"
+        calls = "function_call, function_call_output, custom_tool_call or custom_tool_call_output"
+        kinds = f"message, reasoning, {calls}"
         raise ApiError.at(f"{where}.type", f"must be {kinds}, got {shown(kind)}", "unsupported_content")
 
 
