@@ -140,6 +140,21 @@ def test_image_in_a_result_is_replaced_by_a_text_and_listed_as_ignored():
     assert request.ignored == [f"messages[2].content[0].content[{n}]" for n in (1, 2)]
 
 
+def test_blocks_of_hosted_tools_are_listed_as_ignored():
+    hosted = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+    ]
+    talk = [*ASKED["messages"], message("assistant", [text("So: "), *hosted, text("It is.")])]
+    request = checked(ASKED | {"messages": [*talk, *ASKED["messages"]]}, "messages")
+    assert request.messages[1] == message("assistant", "So: It is.")
+    assert request.ignored == ["messages[1].content[1]", "messages[1].content[2]"]
+    with pytest.raises(
+        ApiError, match=r"content\[0\] is of type server_tool_use; only text and tool_result are"
+    ):
+        checked(ASKED | {"messages": [message("user", hosted)]}, "messages")
+
+
 def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
     (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]}).tools)

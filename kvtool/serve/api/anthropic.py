@@ -19,6 +19,13 @@ from kvtool.serve.events import End, PromptCounts
 _REFUSED = ("mcp_servers", "container")
 """Fields that only Anthropic's servers can support. They are refused."""
 
+_HOSTED_BLOCKS = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "tool_search_tool_result"),
+    *("code_execution_tool_result", "bash_code_execution_tool_result"),
+    *("text_editor_code_execution_tool_result", "advisor_tool_result", "mcp_tool_use", "mcp_tool_result"),
+)
+"""Types of the assistant's blocks that belong to tools which kvtool ignores. They are left out."""
+
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Values of Anthropic's tool_choice.type, mapped to values of OpenAI's tool_choice."""
 
@@ -106,14 +113,17 @@ def _messages(
     if role not in ("user", "assistant", "system"):
         raise ApiError.at(f"{where}.role", f"must be user or assistant, got {shown(role)}")
     kinds = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking")}
+    hosted = _HOSTED_BLOCKS if role == "assistant" else ()
     texts, calls, thoughts, n_result = [], [], [], 0
-    for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ()))):
+    for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ())), hosted):
         if block["type"] == "text":
             texts.append(need_text(block, "text", at))
         elif block["type"] == "thinking":
             # leave the signature out, because only Anthropic can check it; leave redacted thoughts out,
             # because they have no text
             thoughts.append(need_text(block, "thinking", at))
+        elif block["type"] in hosted:
+            ignored[at] = block
         elif block["type"] == "tool_use":
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
@@ -125,11 +135,13 @@ def _messages(
         yield where, {"role": role, "content": "".join(texts), **more}
 
 
-def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
+def _blocks(
+    value: object, where: str, kinds: tuple[str, ...], hosted: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Body]]:
     """Yield (place, block) for each block of a value. A string is a single block of text.
 
     The place is the path of the block in the request, such as "messages[2].content[0]". where: path of the
-    value. Raises ApiError if the type of a block is not in `kinds`.
+    value. Raises ApiError, which names `kinds`, if the type of a block is neither in `kinds` nor in `hosted`.
     """
     if isinstance(value, str):
         value = [{"type": "text", "text": value}] if value else []
@@ -138,7 +150,7 @@ def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple
     for i, block in enumerate(value):
         at = f"{where}[{i}]"
         kind = block.get("type") if isinstance(block, dict) else kind_of(block)
-        if kind not in kinds:
+        if kind not in (*kinds, *hosted):
             *first, last = kinds
             allowed = f"{', '.join(first)} and {last} are" if first else f"{last} is"
             fault = f"is of type {shown(kind)}; only {allowed} allowed here"
