@@ -112,7 +112,10 @@ def _messages(
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError.at(f"{where}.role", f"must be user or assistant, got {shown(role)}")
-    kinds = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking")}
+    kinds = {
+        "user": ("tool_result", "document", "search_result"),
+        "assistant": ("tool_use", "thinking", "redacted_thinking"),
+    }
     hosted = _HOSTED_BLOCKS if role == "assistant" else ()
     texts, calls, thoughts, n_result = [], [], [], 0
     for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ())), hosted):
@@ -122,6 +125,8 @@ def _messages(
             # leave the signature out, because only Anthropic can check it; leave redacted thoughts out,
             # because they have no text
             thoughts.append(need_text(block, "thinking", at))
+        elif block["type"] in ("document", "search_result"):
+            texts.append(_document(block, at))
         elif block["type"] in hosted:
             ignored[at] = block
         elif block["type"] == "tool_use":
@@ -167,18 +172,42 @@ def _call(block: Body, where: str) -> Body:
 def _result(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]], ignored: Body) -> Body:
     content = block.get("content")
     texts, definitions = [], []
-    kinds = ("text", "tool_reference", "image", "document")
+    kinds = ("text", "tool_reference", "image", "document", "search_result")
     for at, part in _blocks("" if content is None else content, f"{where}.content", kinds):
         if part["type"] == "text":
             texts.append(need_text(part, "text", at))
-        elif part["type"] in ("image", "document"):
+        elif part["type"] == "image" or (part["type"] == "document" and not _is_text(part)):
             ignored[at] = part
             texts.append(left_out(part["type"]))
+        elif part["type"] != "tool_reference":
+            texts.append(_document(part, at))
         else:
             definitions.append(_definition(part, at, functions))
     if definitions:
         texts.append("\n".join(["<functions>", *definitions, "</functions>"]))
     return {"role": "tool", "tool_call_id": need_text(block, "tool_use_id", where), "content": "".join(texts)}
+
+
+def _is_text(document: Body) -> bool:
+    source = document.get("source")
+    return isinstance(source, dict) and source.get("type") == "text"
+
+
+def _document(block: Body, where: str) -> str:
+    """Return the lines of a document or search result: its source if this is an address, its title, its text.
+
+    Raises ApiError if the block has no text.
+    """
+    if block["type"] == "document":
+        if not _is_text(block):
+            fault = "is a document without text; only documents with a source of type text are read"
+            raise ApiError.at(where, fault, "unsupported_content")
+        texts = [need_text(block["source"], "data", f"{where}.source")]
+    else:
+        parts = _blocks(block.get("content"), f"{where}.content", ("text",))
+        texts = [need_text(part, "text", at) for at, part in parts]
+    about = [block.get("source"), block.get("title")]
+    return "\n".join([*(each for each in about if isinstance(each, str)), *texts, ""])
 
 
 def _definition(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]]) -> str:
