@@ -350,6 +350,38 @@ def test_stop_token_ids_are_applied(server):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_says_if_the_context_or_the_token_limit_cut_it(talker, stream):
+    remarks = ["the answer was cut: the context of 96 tokens is full"]
+    with here(talker, policy="full", n_ctx=96) as server:
+
+        def ask(path, **body):
+            answer = server.ask(path, {"ignore_eos": True, "stream": stream, **body})
+            assert answer.status_code == 200, answer.text
+            return pieces_of(answer.text) if stream else [answer.json()]
+
+        for n_max, reason, noted in (
+            (5, "max_tokens", None),
+            (500, "model_context_window_exceeded", remarks),
+        ):
+            *_, end = (
+                each for each in ask("/v1/messages", messages=HI, max_tokens=n_max) if "kvtool" in each
+            )
+            assert (end.get("delta") or end)["stop_reason"] == reason
+            assert end["kvtool"].get("remarks") == noted
+            end = ask("/v1/responses", input="Hi.", max_output_tokens=n_max)[-1]
+            end = end.get("response") or end
+            assert end["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert end["kvtool"].get("remarks") == noted
+            for path, prompt in (
+                ("/v1/chat/completions", {"messages": HI}),
+                ("/v1/completions", {"prompt": "a"}),
+            ):
+                end = ask(path, max_tokens=n_max, **prompt)[-1]
+                assert end["choices"][0]["finish_reason"] == "length"
+                assert end["kvtool"].get("remarks") == noted
+
+
 def test_empty_prompt_is_refused(server):
     for prompt in ("", []):
         error = server.ask("/v1/completions", {"prompt": prompt}).json()["error"]

@@ -411,4 +411,6 @@ def _stop(end: End) -> Body:
     """Return the fields that say why an answer ended."""
     sequence = (end["finish"] == "stop" and end["stopped_by"]) or None
     reason = "stop_sequence" if sequence else _FINISH.get(end["finish"], "end_turn")
+    if end["finish"] == "length" and end["is_full"]:
+        reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": sequence}
