@@ -176,9 +176,12 @@ def test_unknown_fields_are_listed_as_ignored():
 
 
 def test_fields_without_effect_are_listed_if_they_ask_for_something():
-    asks = {"service_tier": "flex", "store": True, "truncation": "auto"}
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    asks = {"service_tier": "flex", "store": True, "truncation": "auto", "context_management": edits}
     assert asks.keys() == INERT.keys()
     assert chat(**asks).ignored == list(asks)
+    asks = {"context_management": edits, "inference_geo": "eu"}
+    assert checked({"messages": HI, "max_tokens": 5, **asks}, "messages").ignored == list(asks)
 
 
 def test_hosted_tools_are_listed_as_ignored():
