@@ -172,6 +172,8 @@ def test_unknown_fields_are_listed_as_ignored():
     assert chat(use_beam_search=False, ban_eos_token=True).ignored == ["use_beam_search", "ban_eos_token"]
     response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
     assert response.ignored == ["frobnicate", "text.verbosity"]
+    # it limits only the calls of tools that run on OpenAI's servers
+    assert checked({"input": "x", "max_tool_calls": 5}, "responses").ignored == ["max_tool_calls"]
     assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MAX_IGNORED
 
 
@@ -182,6 +184,15 @@ def test_fields_without_effect_are_listed_if_they_ask_for_something():
     assert chat(**asks).ignored == list(asks)
     asks = {"context_management": edits, "inference_geo": "eu"}
     assert checked({"messages": HI, "max_tokens": 5, **asks}, "messages").ignored == list(asks)
+
+
+def test_return_progress_is_listed_as_ignored_by_apis_without_progress():
+    asks = {"stream": True, "return_progress": True}
+    for body, api in (({"input": "x"}, "responses"), ({"messages": HI, "max_tokens": 5}, "messages")):
+        request = checked(body | asks, api)
+        assert (request.with_progress, request.ignored) == (False, ["return_progress"])
+    request = chat(**asks)
+    assert (request.with_progress, request.ignored) == (True, [])
 
 
 def test_hosted_tools_are_listed_as_ignored():

@@ -19,7 +19,7 @@ from kvtool.serve.events import End
 _STORED = ("previous_response_id", "conversation")
 """Fields that refer to messages that OpenAI's servers store. They are refused."""
 
-_REFUSED = ("background", "prompt", "max_tool_calls")
+_REFUSED = ("background", "prompt")
 """Other fields that only OpenAI's servers can support. They are refused."""
 
 _HOSTED_ITEMS = (
