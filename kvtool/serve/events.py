@@ -31,6 +31,8 @@ class Written(TypedDict):
     ----------
     finish
         OpenAI's finish reason: "stop", "length" or "tool_calls".
+    is_full
+        True if the answer was cut because the context is full.
     stopped_by
         The stop string that ended the answer, or "".
     n_thought
@@ -40,6 +42,7 @@ class Written(TypedDict):
     """
 
     finish: str
+    is_full: bool
     stopped_by: str
     n_written: int
     n_thought: int

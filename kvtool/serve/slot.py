@@ -169,7 +169,7 @@ class Slot:
         reply = Reply(splitter, parser)
         pieces = conversation.write(self._most_tokens(request), may_change=rendering.template.has_thoughts)
         job.emit({"kind": "read"})
-        written = self._write(job, pieces, reply)
+        written = self._write(job, request, pieces, reply)
         # the message in the form in which the client will send it back
         message = dict(reply.message)
         message["content"] = without_thought(begun, conversation.splitter()) + message["content"]
@@ -238,7 +238,7 @@ class Slot:
         job.emit({"kind": "read"})
         if request.echo:
             self._emit_piece(job, reply.repeat(text))
-        written = self._write(job, self._continued(request), reply)
+        written = self._write(job, request, self._continued(request), reply)
         self._end(job, request, reply, prompt_read, written)
 
     def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
@@ -272,7 +272,7 @@ class Slot:
         piece = self.model.piece(record["id"], special=special)
         self._logprobs.append(record | {"text_offset": self._offsets.next(piece)})
 
-    def _write(self, job: Job, pieces: Pieces, reply: Reply) -> Written:
+    def _write(self, job: Job, request: Request, pieces: Pieces, reply: Reply) -> Written:
         """Write the reply, and emit an event for each piece."""
         started, is_full = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted
@@ -288,9 +288,15 @@ class Slot:
                 raise
             is_full = True
         is_cut = is_full or self.writer.is_cut
+        # `_most_tokens` also limits an answer to the rest of the context
+        is_full = is_cut and self.writer.n_written != request.n_max
+        if is_full:
+            remark = f"the answer was cut: the context of {self.engine.n_ctx} tokens is full"
+            self._remarks = [*self._remarks, remark]
         self._emit_piece(job, reply.end(self.writer.n_written))
         return {
             "finish": reply.finish(is_cut),
+            "is_full": is_full,
             "stopped_by": self.writer.stopped_by,
             "n_written": self.writer.n_written,
             "n_thought": reply.n_thought,

@@ -337,6 +337,14 @@ def is_text_of(vocabulary, schema, text):
     return all(map(matcher.accept, tokens))
 
 
+def test_indentation_has_few_spaces_or_tabs(vocabulary):
+    schema = {"type": "array"}
+    for space in (" ", "\n", "\n" + 16 * " ", "\n\t\t\t\t"):
+        assert is_text_of(vocabulary, schema, f"[{space}1,{space}2{space}]")
+    for space in ("  ", "\t", "\n\n", "\n" + 17 * " ", "\n\t\t\t\t\t", "\n \t"):
+        assert not is_text_of(vocabulary, schema, f"[{space}1,{space}2{space}]")
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -14,6 +14,7 @@ from kvtool.serve.api.tools import check_tools
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
 from tests.held import PATIENCE_S
+from tests.serve.answered import checked
 from tests.serve.asking import events_of, message
 from tests.serve.here import send
 
@@ -68,8 +69,8 @@ def test_messages_request_is_converted_to_a_chat():
     }
     body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
     given = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
-    checked, chat = messages.check(given.messages), given.fields
-    assert checked == [
+    talked, chat = messages.check(given.messages), given.fields
+    assert talked == [
         message("system", "A.\n\nB."),
         message("user", "One, two."),
         message("system", "New rules."),
@@ -127,6 +128,51 @@ def test_tool_reference_is_replaced_by_the_tools_definition():
         anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH]})
 
 
+def test_image_in_a_result_is_replaced_by_a_text_and_listed_as_ignored():
+    talk = [
+        *ASKED["messages"],
+        message("assistant", [use("a")]),
+        message("user", [result("a", [text("Seen: "), IMAGE, {"type": "document", "source": {}}])]),
+    ]
+    request = checked(ASKED | {"messages": talk}, "messages")
+    read = "Seen: [image: this model reads text only][document: this model reads text only]"
+    assert request.messages[-1]["content"] == read
+    assert request.ignored == [f"messages[2].content[0].content[{n}]" for n in (1, 2)]
+
+
+def test_texts_of_documents_and_search_results_are_read():
+    source = {"type": "text", "media_type": "text/plain", "data": "A list."}
+    document = {"type": "document", "title": "Notes", "source": source}
+    found = {
+        "type": "search_result",
+        "source": "http://a",
+        "title": "A",
+        "content": [text("One."), text("Two.")],
+    }
+    talk = [
+        message("user", [document, text("Why?")]),
+        message("assistant", [use("a")]),
+        message("user", [result("a", [found, {"type": "document", "source": source}])]),
+    ]
+    request = checked(ASKED | {"messages": talk}, "messages")
+    assert request.messages[0]["content"] == "Notes\nA list.\nWhy?"
+    assert request.messages[-1]["content"] == "http://a\nA\nOne.\nTwo.\nA list.\n"
+    assert request.ignored == []
+
+
+def test_blocks_of_hosted_tools_are_listed_as_ignored():
+    hosted = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+    ]
+    talk = [*ASKED["messages"], message("assistant", [text("So: "), *hosted, text("It is.")])]
+    request = checked(ASKED | {"messages": [*talk, *ASKED["messages"]]}, "messages")
+    assert request.messages[1] == message("assistant", "So: It is.")
+    assert request.ignored == ["messages[1].content[1]", "messages[1].content[2]"]
+    with pytest.raises(ApiError, match=r"content\[0\] is of type server_tool_use; only text, tool_result"):
+        checked(ASKED | {"messages": [message("user", hosted)]}, "messages")
+
+
 def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
     (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]}).tools)
@@ -145,11 +191,19 @@ def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
         ({"messages": [message("user", [5])]}, "messages[0].content[0] is of type a number"),
         (
             {"messages": [message("user", [IMAGE])]},
-            "messages[0].content[0] is of type image; only text and tool_result are allowed here",
+            "messages[0].content[0] is of type image; only text, tool_result, document and search_result are",
         ),
         (
-            {"messages": [message("user", [{"type": "document"}])]},
-            "messages[0].content[0] is of type document",
+            {
+                "messages": [
+                    message("user", [{"type": "document", "source": {"type": "base64", "data": "x"}}])
+                ]
+            },
+            "messages[0].content[0] is a document without text; only documents",
+        ),
+        (
+            {"messages": [message("user", [{"type": "document", "source": {"type": "text"}}])]},
+            "messages[0].content[0].source.data is missing",
         ),
         ({"messages": [message("user", [{"type": "text"}])]}, "messages[0].content[0].text is missing"),
         ({"messages": [message("user", [use("a")])]}, "messages[0].content[0] is of type tool_use"),
@@ -166,8 +220,8 @@ def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
             "messages[0].content[0].content must be a string or",
         ),
         (
-            {"messages": [message("user", [result("a", [IMAGE])])]},
-            "messages[0].content[0].content[0] is of type image",
+            {"messages": [message("user", [result("a", [use("b")])])]},
+            "messages[0].content[0].content[0] is of type tool_use",
         ),
         (
             {"messages": [message("assistant", [use("a") | {"input": "{}"}])]},

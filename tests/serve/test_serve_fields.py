@@ -136,6 +136,28 @@ def test_previous_response_id_is_refused_with_advice():
         checked({"input": "x", "previous_response_id": "resp_1"}, "responses")
 
 
+def test_reference_to_an_item_is_refused_with_advice():
+    """Vercel's AI SDK refers to earlier replies unless it is told that they are not stored."""
+    asked = [message("user", "x"), {"type": "item_reference", "id": "msg_1"}]
+    with pytest.raises(ApiError, match=r"kvtool stores no answers; send the whole chat \(.*store: false"):
+        checked({"input": asked}, "responses")
+
+
+def test_error_about_an_unknown_item_names_the_types_that_are_read():
+    with pytest.raises(ApiError) as caught:
+        checked({"input": [{"type": "x"}]}, "responses")
+    start, end = "input[0].type must be ", ", got x"
+    assert caught.value.message.startswith(start)
+    assert caught.value.message.endswith(end)
+    kinds = caught.value.message[len(start) : -len(end)].replace(" or ", ", ").split(", ")
+    assert len(kinds) == 6
+    # for these types, the error is about another field
+    for kind in kinds:
+        with pytest.raises(ApiError) as caught:
+            checked({"input": [{"type": kind}]}, "responses")
+        assert caught.value.param != "input[0].type"
+
+
 def test_required_call_has_priority_over_a_schema():
     tools = [{"type": "function", "function": {"name": "f"}}]
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
@@ -150,13 +172,27 @@ def test_unknown_fields_are_listed_as_ignored():
     assert chat(use_beam_search=False, ban_eos_token=True).ignored == ["use_beam_search", "ban_eos_token"]
     response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
     assert response.ignored == ["frobnicate", "text.verbosity"]
+    # it limits only the calls of tools that run on OpenAI's servers
+    assert checked({"input": "x", "max_tool_calls": 5}, "responses").ignored == ["max_tool_calls"]
     assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MAX_IGNORED
 
 
 def test_fields_without_effect_are_listed_if_they_ask_for_something():
-    asks = {"service_tier": "flex", "store": True, "truncation": "auto"}
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    asks = {"service_tier": "flex", "store": True, "truncation": "auto", "context_management": edits}
     assert asks.keys() == INERT.keys()
     assert chat(**asks).ignored == list(asks)
+    asks = {"context_management": edits, "inference_geo": "eu"}
+    assert checked({"messages": HI, "max_tokens": 5, **asks}, "messages").ignored == list(asks)
+
+
+def test_return_progress_is_listed_as_ignored_by_apis_without_progress():
+    asks = {"stream": True, "return_progress": True}
+    for body, api in (({"input": "x"}, "responses"), ({"messages": HI, "max_tokens": 5}, "messages")):
+        request = checked(body | asks, api)
+        assert (request.with_progress, request.ignored) == (False, ["return_progress"])
+    request = chat(**asks)
+    assert (request.with_progress, request.ignored) == (True, [])
 
 
 def test_hosted_tools_are_listed_as_ignored():
@@ -204,6 +240,17 @@ def test_call_of_a_custom_tool_is_shown_with_its_text_as_input():
         assert (answer["tool_call_id"], answer["content"]) == ("1", "done")
 
 
+def test_image_in_the_output_of_a_tool_is_replaced_by_a_text_and_listed_as_ignored():
+    parts = [{"type": "input_text", "text": "Seen: "}, {"type": "input_image", "image_url": "x"}]
+    for kind in ("function_call", "custom_tool_call"):
+        call = {"type": kind, "call_id": "1", "name": "look", "input": "x", "arguments": "{}"}
+        output = {"type": f"{kind}_output", "call_id": "1", "output": parts}
+        request = checked({"input": [message("user", "x"), call, output]}, "responses")
+        assert request.messages[-1]["content"] == "Seen: [image: this model reads text only]"
+        assert request.ignored == ["input[2].output[1]"]
+    assert parts[1]["type"] == "input_image"
+
+
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_return_logprobs_if_top_logprobs_or_include_ask(n):
     def request(**more):
@@ -241,7 +288,7 @@ PARAMETERS = {"type": "object", "properties": 5}
             {"input": [{"type": "function_call_output", "call_id": "1", "output": {"a": 1}}]},
             "input[0].output",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [message("user", "x"), {"type": "item_reference", "id": "x"}]}, "input[1]"),
         ({"input": [{"type": "web_search_call"}, {"type": "websearch"}]}, "input[1].type"),
         ({"input": [{"type": "custom_tool_call", "name": "f", "call_id": "1"}]}, "input[0].input"),
         ({"max_output_tokens": "x"}, "max_output_tokens"),
@@ -315,6 +362,38 @@ def test_stop_token_ids_are_applied(server):
     for name, value in {"stop_token_ids": [10**9], "logit_bias": {str(10**9): 1}}.items():
         refused = server.ask("/v1/chat/completions", {"messages": HI, name: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_says_if_the_context_or_the_token_limit_cut_it(talker, stream):
+    remarks = ["the answer was cut: the context of 96 tokens is full"]
+    with here(talker, policy="full", n_ctx=96) as server:
+
+        def ask(path, **body):
+            answer = server.ask(path, {"ignore_eos": True, "stream": stream, **body})
+            assert answer.status_code == 200, answer.text
+            return pieces_of(answer.text) if stream else [answer.json()]
+
+        for n_max, reason, noted in (
+            (5, "max_tokens", None),
+            (500, "model_context_window_exceeded", remarks),
+        ):
+            *_, end = (
+                each for each in ask("/v1/messages", messages=HI, max_tokens=n_max) if "kvtool" in each
+            )
+            assert (end.get("delta") or end)["stop_reason"] == reason
+            assert end["kvtool"].get("remarks") == noted
+            end = ask("/v1/responses", input="Hi.", max_output_tokens=n_max)[-1]
+            end = end.get("response") or end
+            assert end["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert end["kvtool"].get("remarks") == noted
+            for path, prompt in (
+                ("/v1/chat/completions", {"messages": HI}),
+                ("/v1/completions", {"prompt": "a"}),
+            ):
+                end = ask(path, max_tokens=n_max, **prompt)[-1]
+                assert end["choices"][0]["finish_reason"] == "length"
+                assert end["kvtool"].get("remarks") == noted
 
 
 def test_empty_prompt_is_refused(server):

@@ -12,9 +12,9 @@ from kvtool.llama.grammar.constraint import limits, with_large_stack
 from kvtool.llama.grammar.rewriting import LeftOut, rewritten
 from kvtool.llama.grammar.rules import Rules
 
-OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"}
+OPTIONS = {"whitespace_pattern": r"\x20|\x0A(?:\x20{0,16}|\x09{0,4})"}
 """llguidance's options. Between two parts of JSON, they allow at most one space, or one line break and an
-indentation. Without this limit, small models may write endless whitespace.
+indentation by up to 16 spaces or 4 tabs. Without these limits, small models may write endless whitespace.
 """
 
 MAX_CHARACTERS = 2**20

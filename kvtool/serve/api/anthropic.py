@@ -10,7 +10,7 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
-from kvtool.serve.api.messages import listed
+from kvtool.serve.api.messages import left_out, listed
 from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.requests import MAX_STOPS, GivenChat
 from kvtool.serve.api.tools import GivenTool
@@ -18,6 +18,13 @@ from kvtool.serve.events import End, PromptCounts
 
 _REFUSED = ("mcp_servers", "container")
 """Fields that only Anthropic's servers can support. They are refused."""
+
+_HOSTED_BLOCKS = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "tool_search_tool_result"),
+    *("code_execution_tool_result", "bash_code_execution_tool_result"),
+    *("text_editor_code_execution_tool_result", "advisor_tool_result", "mcp_tool_use", "mcp_tool_result"),
+)
+"""Types of the assistant's blocks that belong to tools which kvtool ignores. They are left out."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Values of Anthropic's tool_choice.type, mapped to values of OpenAI's tool_choice."""
@@ -51,10 +58,11 @@ def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
     given = optional(fields.pop("tools"), list, "tools") or []
     tools = _tools(given)
     functions = {str(tool.function["name"]): tool.function for tool in tools}
-    for where, each in asked:
-        messages += _messages(each, where, functions)
-    # pass tools without a function on as unknown fields, so that the answer lists them as ignored
+    # pass tools without a function, and blocks that are left out, on as unknown fields, so that the answer
+    # lists them as ignored
     chat: Body = {f"tools[{i}]": tool for i, tool in enumerate(given) if not _is_function(tool)}
+    for where, each in asked:
+        messages += _messages(each, where, functions, chat)
     n_max = fields.whole("max_tokens", 0, 2**31 - 1)
     if not is_counted:
         _check_answered(messages, n_max)
@@ -87,41 +95,52 @@ def _check_answered(messages: Sequence[tuple[str, Body]], n_max: int | None) -> 
 
 
 def _messages(
-    value: object, where: str, functions: Mapping[str, Mapping[str, Any]]
+    value: object, where: str, functions: Mapping[str, Mapping[str, Any]], ignored: Body
 ) -> Iterator[tuple[str, Body]]:
     """Convert one of Anthropic's messages to messages of a chat, and yield (place, message) for each.
 
     The place is the part of the request from which the message is made, such as "messages[2].content[0]".
     Each result of a tool becomes a message of the chat. functions: the functions of all tools by their names.
+    ignored: gets the blocks that are left out, by their places.
     """
     message = need(value, dict, where)
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError.at(f"{where}.role", f"must be user or assistant, got {shown(role)}")
-    kinds = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking")}
+    kinds = {
+        "user": ("tool_result", "document", "search_result"),
+        "assistant": ("tool_use", "thinking", "redacted_thinking"),
+    }
+    hosted = _HOSTED_BLOCKS if role == "assistant" else ()
     texts, calls, thoughts, n_result = [], [], [], 0
-    for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ()))):
+    for at, block in _blocks(content, f"{where}.content", ("text", *kinds.get(role, ())), hosted):
         if block["type"] == "text":
             texts.append(need_text(block, "text", at))
         elif block["type"] == "thinking":
             # leave the signature out, because only Anthropic can check it; leave redacted thoughts out,
             # because they have no text
             thoughts.append(need_text(block, "thinking", at))
+        elif block["type"] in ("document", "search_result"):
+            texts.append(_document(block, at))
+        elif block["type"] in hosted:
+            ignored[at] = block
         elif block["type"] == "tool_use":
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
             n_result += 1
-            yield at, _result(block, at, functions)
+            yield at, _result(block, at, functions, ignored)
     if texts or calls or not n_result:
         more: Body = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
         yield where, {"role": role, "content": "".join(texts), **more}
 
 
-def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
+def _blocks(
+    value: object, where: str, kinds: tuple[str, ...], hosted: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Body]]:
     """Yield (place, block) for each block of a value. A string is a single block of text.
 
-    Raises ApiError if the type of a block is not in `kinds`.
+    Raises ApiError, which names `kinds`, if the type of a block is neither in `kinds` nor in `hosted`.
     """
     if isinstance(value, str):
         value = [{"type": "text", "text": value}] if value else []
@@ -130,7 +149,7 @@ def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple
     for i, block in enumerate(value):
         at = f"{where}[{i}]"
         kind = block.get("type") if isinstance(block, dict) else kind_of(block)
-        if kind not in kinds:
+        if kind not in (*kinds, *hosted):
             *first, last = kinds
             allowed = f"{', '.join(first)} and {last} are" if first else f"{last} is"
             fault = f"is of type {shown(kind)}; only {allowed} allowed here"
@@ -144,18 +163,45 @@ def _call(block: Body, where: str) -> Body:
     return {"id": need_text(block, "id", where), "type": "function", "function": function}
 
 
-def _result(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]]) -> Body:
+def _result(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]], ignored: Body) -> Body:
     content = block.get("content")
     texts, definitions = [], []
-    kinds = ("text", "tool_reference")
+    kinds = ("text", "tool_reference", "image", "document", "search_result")
     for at, part in _blocks("" if content is None else content, f"{where}.content", kinds):
         if part["type"] == "text":
             texts.append(need_text(part, "text", at))
+        elif part["type"] == "image" or (part["type"] == "document" and not _is_text(part)):
+            ignored[at] = part
+            texts.append(left_out(part["type"]))
+        elif part["type"] != "tool_reference":
+            texts.append(_document(part, at))
         else:
             definitions.append(_definition(part, at, functions))
     if definitions:
         texts.append("\n".join(["<functions>", *definitions, "</functions>"]))
     return {"role": "tool", "tool_call_id": need_text(block, "tool_use_id", where), "content": "".join(texts)}
+
+
+def _is_text(document: Body) -> bool:
+    source = document.get("source")
+    return isinstance(source, dict) and source.get("type") == "text"
+
+
+def _document(block: Body, where: str) -> str:
+    """Return the lines of a document or search result: its source if this is an address, its title, its text.
+
+    Raises ApiError if the block has no text.
+    """
+    if block["type"] == "document":
+        if not _is_text(block):
+            fault = "is a document without text; only documents with a source of type text are read"
+            raise ApiError.at(where, fault, "unsupported_content")
+        texts = [need_text(block["source"], "data", f"{where}.source")]
+    else:
+        parts = _blocks(block.get("content"), f"{where}.content", ("text",))
+        texts = [need_text(part, "text", at) for at, part in parts]
+    about = [block.get("source"), block.get("title")]
+    return "\n".join([*(each for each in about if isinstance(each, str)), *texts, ""])
 
 
 def _definition(block: Body, where: str, functions: Mapping[str, Mapping[str, Any]]) -> str:
@@ -351,4 +397,6 @@ def _stop(end: End) -> Body:
     """Return the fields that say why an answer ended."""
     sequence = (end["finish"] == "stop" and end["stopped_by"]) or None
     reason = "stop_sequence" if sequence else _FINISH.get(end["finish"], "end_turn")
+    if end["finish"] == "length" and end["is_full"]:
+        reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": sequence}

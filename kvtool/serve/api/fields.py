@@ -59,16 +59,17 @@ HARMLESS = frozenset(
         # llama-server, vLLM, LM Studio, Ollama, OpenRouter
         *("timings_per_token", "request_id", "ttl", "keep_alive", "usage"),
         # Anthropic, Codex
-        *("context_management", "cache_control", "client_metadata"),
+        *("cache_control", "client_metadata"),
     )
 )
 """Fields of other servers that do not change the answer. They are ignored."""
 
-INERT = {
+INERT: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     # the policy decides which tokens of a long chat stay
     "truncation": ("disabled",),
+    "context_management": ([], {}, {"edits": []}),
 }
 """Fields of other servers that have no effect here, each with the values that can be ignored silently.
 

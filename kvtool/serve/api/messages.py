@@ -142,6 +142,14 @@ def content_of(value: object, where: str) -> str:
     return "".join(texts)
 
 
+def left_out(kind: str) -> str:
+    """Return the text that replaces an image or another part that is no text, in the result of a tool.
+
+    Clients send a result again with every later request, so an error would end the chat.
+    """
+    return f"[{kind}: this model reads text only]"
+
+
 def _calls(value: object, where: str) -> list[Message]:
     calls = []
     for i, each in enumerate(need(value, list, where)):

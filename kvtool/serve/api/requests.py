@@ -160,19 +160,22 @@ class GivenChat(NamedTuple):
         The other fields of the request, with the names of /v1/chat/completions.
     output_format
         The format in a field that only one API has.
+    has_progress
+        True if the API's streams can report how much of the prompt has been read.
     """
 
     messages: list[tuple[str, object]]
     tools: list[GivenTool]
     fields: dict[str, Any]
     output_format: OutputFormat | None = None
+    has_progress: bool = False
 
 
 def as_chat(body: object) -> GivenChat:
     """Return the chat in a body of /v1/chat/completions."""
     fields = Fields(body)
     given = messages.listed(fields.pop("messages")), listed(fields.pop("tools"))
-    return GivenChat(*given, {name: fields.pop(name) for name in fields.left})
+    return GivenChat(*given, {name: fields.pop(name) for name in fields.left}, has_progress=True)
 
 
 def check_chat(given: GivenChat, defaults: Defaults, name: str | None = None) -> ChatRequest:
@@ -194,7 +197,7 @@ def check_chat(given: GivenChat, defaults: Defaults, name: str | None = None) ->
         raise ApiError.at("top_logprobs", "needs logprobs to be true")
     key = fields.text("prompt_cache_key")
     thinking_options = thinking.check(fields, defaults.thinking)
-    common = _common(fields, defaults, given.output_format)
+    common = _common(fields, defaults, given.output_format, has_progress=given.has_progress)
     if choice.kind == "required" and common["output_format"] and common["output_format"].kind == "schema":
         # as in OpenAI's API, a schema is for replies without calls
         common["output_format"] = None
@@ -263,8 +266,10 @@ def _prompt(value: object) -> str | list[int]:
     raise wrong("prompt", "a string", value)
 
 
-def _common(fields: Fields, defaults: Defaults, given: OutputFormat | None = None) -> dict[str, Any]:
-    """Return the fields of `Request` except `logprobs`. given: see `GivenChat`."""
+def _common(
+    fields: Fields, defaults: Defaults, given: OutputFormat | None = None, *, has_progress: bool = True
+) -> dict[str, Any]:
+    """Return the fields of `Request` except `logprobs`. given, has_progress: see `GivenChat`."""
     for name in ("n", "best_of"):
         if (fields.whole(name, 1, 2**31 - 1) or 1) > 1:
             raise ApiError.at(name, "must be 1: kvtool writes one answer a request")
@@ -281,7 +286,8 @@ def _common(fields: Fields, defaults: Defaults, given: OutputFormat | None = Non
         "ignores_end": fields.flag("ignore_eos"),
         "stream": stream,
         "reuses": fields.flag("cache_prompt", True),
-        "with_progress": fields.flag("return_progress") and stream,
+        # an API without progress leaves the field to the ignored ones
+        "with_progress": has_progress and fields.flag("return_progress") and stream,
         "with_usage": stream and bool(stream_options.get("include_usage")),
         "n_share": _n_share(fields.mapping("kvtool")),
     }

@@ -10,7 +10,7 @@ from typing import Any
 from kvtool.serve.api.completions import AnswerBodies, Body, server_event
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, need_text, optional, shown, wrong
-from kvtool.serve.api.messages import arguments_of, content_of
+from kvtool.serve.api.messages import arguments_of, content_of, left_out
 from kvtool.serve.api.output_format import of_response_format
 from kvtool.serve.api.requests import GivenChat
 from kvtool.serve.api.tools import GivenTool
@@ -19,7 +19,7 @@ from kvtool.serve.events import End
 _STORED = ("previous_response_id", "conversation")
 """Fields that refer to messages that OpenAI's servers store. They are refused."""
 
-_REFUSED = ("background", "prompt", "max_tool_calls")
+_REFUSED = ("background", "prompt")
 """Other fields that only OpenAI's servers can support. They are refused."""
 
 _HOSTED_ITEMS = (
@@ -30,6 +30,9 @@ _HOSTED_ITEMS = (
     *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
 )
 """Types of items that belong to tools which kvtool ignores. They are left out."""
+
+_NO_TEXTS = {"input_image": "image", "input_file": "file"}
+"""Types of parts of a tool's result that are replaced by a text, which names them by these words."""
 
 _LOGPROBS = "message.output_text.logprobs"
 """With this item in "include", a request asks for log-probabilities."""
@@ -81,7 +84,7 @@ def _messages(fields: Fields) -> tuple[list[tuple[str, Body]], Body]:
                 # pass it on as an unknown field, so that the answer lists it as ignored
                 ignored[f"input[{i}]"] = item
             else:
-                _add_item(messages, item, f"input[{i}]")
+                _add_item(messages, item, f"input[{i}]", ignored)
         # leave out a thought at the end, because it has no reply
         _pop_thought(messages)
     else:
@@ -91,7 +94,8 @@ def _messages(fields: Fields) -> tuple[list[tuple[str, Body]], Body]:
     return messages, ignored
 
 
-def _add_item(messages: list[tuple[str, Body]], item: object, where: str) -> None:
+def _add_item(messages: list[tuple[str, Body]], item: object, where: str, ignored: Body) -> None:
+    """Add an item of the input to the messages, and its parts that are left out to `ignored`."""
     item = need(item, dict, where)
     # join the thought, the text and the calls of a reply, which are separate items, into one message
     thought = _pop_thought(messages)
@@ -118,12 +122,30 @@ def _add_item(messages: list[tuple[str, Body]], item: object, where: str) -> Non
     elif kind in ("function_call_output", "custom_tool_call_output"):
         if item.get("output") is None:
             raise ApiError.at(f"{where}.output", "is missing")
-        content = content_of(item["output"], f"{where}.output")
+        content = content_of(_texts(item["output"], f"{where}.output", ignored), f"{where}.output")
         id = optional(item.get("call_id"), str, f"{where}.call_id")
         messages.append((where, {"role": "tool", "tool_call_id": id, "content": content}))
+    elif kind == "item_reference":
+        advice = "send the whole chat (Vercel's AI SDK: providerOptions openai: {store: false}, or .chat())"
+        fault = f"is of type item_reference, but kvtool stores no answers; {advice}"
+        raise ApiError.at(where, fault, "unsupported_content")
     else:
-        kinds = "message, function_call, function_call_output or reasoning"
+        calls = "function_call, function_call_output, custom_tool_call or custom_tool_call_output"
+        kinds = f"message, reasoning, {calls}"
         raise ApiError.at(f"{where}.type", f"must be {kinds}, got {shown(kind)}", "unsupported_content")
+
+
+def _texts(output: object, where: str, ignored: Body) -> object:
+    """Return the output of a tool, with a text for each image and file. Add these parts to `ignored`."""
+    if not isinstance(output, list):
+        return output
+    parts = [*output]
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _NO_TEXTS:
+            ignored[f"{where}[{i}]"] = part
+            parts[i] = {"type": "input_text", "text": left_out(_NO_TEXTS[kind])}
+    return parts
 
 
 def _pop_thought(messages: list[tuple[str, Body]]) -> Body:
@@ -215,8 +237,11 @@ class ResponseBodies(AnswerBodies):
         super().__init__(policy, common)
 
     def first(self) -> list[str]:
-        response = self._common | {"status": "in_progress", "output": [], "usage": None}
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        return [self._unfinished("created"), self._unfinished("in_progress")]
+
+    def ping(self) -> str:
+        # repeat an event, because Codex drops a stream that has only comments for 300 s
+        return self._unfinished("in_progress")
 
     def piece(self, delta: Body, logprobs: list[Body] | None) -> list[str]:
         if thought := delta.get("reasoning_content"):
@@ -247,6 +272,11 @@ class ResponseBodies(AnswerBodies):
         return self._response(end)
 
     # parts of a stream
+
+    def _unfinished(self, kind: str) -> str:
+        """Return an event with the response so far."""
+        response = self._common | {"status": "in_progress", "output": self._output, "usage": None}
+        return self._event(f"response.{kind}", response=response)
 
     def _open_item(self, kind: str) -> list[str]:
         """Open an item of this kind. If an item of another kind is open, close it first."""

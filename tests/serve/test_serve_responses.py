@@ -1,0 +1,58 @@
+"""/v1/responses without an engine: events that keep a stream alive."""
+
+from __future__ import annotations
+
+from threading import Semaphore
+
+import httpx2 as httpx
+
+from kvtool.serve.api.responses import ResponseBodies
+from kvtool.serve.http import app
+from tests.held import PATIENCE_S
+from tests.serve.asking import events_of
+from tests.serve.here import send
+from tests.serve.late import openai
+
+
+def test_stream_repeats_in_progress_until_the_next_event(monkeypatch):
+    pings, ping = Semaphore(0), ResponseBodies.ping
+
+    def counted(bodies):
+        pings.release()
+        return ping(bodies)
+
+    def wait_for_pings():
+        # two, because the first may have begun before this call
+        for _ in range(2):
+            assert pings.acquire(timeout=PATIENCE_S)
+
+    def engine(job):
+        wait_for_pings()
+        job.emit({"kind": "read"})
+        job.emit({"kind": "piece", "deltas": [{"content": "So"}]})
+        while pings.acquire(blocking=False):
+            pass
+        # the text of a call is held back for as long
+        wait_for_pings()
+        end = {"finish": "stop", "n_written": 1, "n_thought": 0, "write_s": 1, "kvtool": {}}
+        end |= {"n_prompt": 9, "n_cached": 0, "read_s": 1}
+        job.emit({"kind": "end", "message": {"content": "So"}, **end})
+
+    monkeypatch.setattr(app, "PING_S", 0.1)
+    monkeypatch.setattr(ResponseBodies, "ping", counted)
+    text = send("/v1/responses", "POST", body={"input": "Hi.", "stream": True}, engine=engine).text
+    assert ": ping" not in text
+    events = events_of(text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.in_progress"]
+    assert "response.in_progress" in kinds[kinds.index("response.output_text.delta") :]
+
+    # the official client accepts the repeated events
+    def answer(request):
+        return httpx.Response(200, text=text, headers={"content-type": "text/event-stream"})
+
+    link = httpx.Client(transport=httpx.MockTransport(answer))
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=link)
+    with client, client.responses.stream(model="x", input="Hi.") as stream:
+        assert stream.get_final_response().output_text == "So"
