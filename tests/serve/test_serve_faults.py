@@ -205,7 +205,10 @@ def _bytes(folder):
     return sum({each.st_ino: each.st_size for each in files}.values())
 
 
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
+)
 def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
     with serving(chat_model, "--budget", "64", "--temp", "0") as server:
         where = urlsplit(server.url)
@@ -226,6 +229,13 @@ def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
             assert writing.recv(100)
             # the answer would take days, so the server must not wait for its end
             assert server.stop(how) == (code, "kvtool: stopped\n")
+
+
+def test_nohup_keeps_the_server_running_after_sighup(chat_model):
+    with serving(chat_model, "--budget", "64", preexec_fn=forked.deaf) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert reply_to(server.url, [message("user", "Hello.")])
+        assert server.stop() == (130, "kvtool: stopped\n")
 
 
 EARLY = """
