@@ -103,7 +103,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     # a server keeps files that it cannot continue, and reports how many there are
     with serving(chat_model, "--budget", "48", "--sessions", str(chats)) as server:
         pass
-    assert any(line.startswith("1 files in ") for line in server.lines)
+    assert any(line.endswith(f" in {chats}: 1; they stay\n") for line in server.lines)
     assert file.exists()
     refused = kvtool("serve", *options, "--sessions", other)
     assert refused.stderr == f"kvtool: {other} is not a folder; name another one\n"
