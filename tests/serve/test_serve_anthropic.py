@@ -354,3 +354,4 @@ def test_error_of_an_unknown_address_names_the_addresses_of_chats():
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
     assert message.startswith("no such address: /v1/embeddings; chats go to /v1/chat/completions")
+    assert message.endswith(", texts to /v1/completions")

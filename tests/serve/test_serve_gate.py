@@ -277,6 +277,8 @@ def test_each_request_is_one_line_in_the_log():
 
     assert re.fullmatch(rf"{when} GET /v1/models 200 \d+ ms", last("/v1/models"))
     assert re.fullmatch(rf"{when} GET /no \[2J 404 \d+ ms: no such address: /no \[2J; .*", last("/no%1b[2J"))
+    for what in (("/" + "a" * 5000,), ("/health", "X" * 5000), ("/v1/chat/completions", "POST")):
+        assert len(last(*what, body={"messages": [message("user", "Hi.")], "kvtool": {"x" * 5000: 1}})) < 700
     assert re.fullmatch(
         rf"{when} POST /v1/chat/completions 400 \d+ ms: the body is not JSON.*",
         last("/v1/chat/completions", "POST", content=b"{"),
