@@ -40,10 +40,9 @@ class ApiError(Exception):
 
     def __post_init__(self) -> None:
         # cut the message, and replace line breaks and control characters, because it may quote a request
-        message = (
-            self.message if len(self.message) <= _MAX_MESSAGE else f"{self.message[:_MAX_MESSAGE]}\u2026"
-        )
-        self.message = "".join(each if each.isprintable() else " " for each in message)
+        end = "\u2026" if len(self.message) > _MAX_MESSAGE else ""
+        cut = self.message[:_MAX_MESSAGE] + end
+        self.message = "".join(each if each.isprintable() else " " for each in cut)
         super().__init__(self.message)
 
     @classmethod
