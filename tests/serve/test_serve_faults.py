@@ -339,6 +339,16 @@ def test_read_timeout_ends_slow_requests(chat_model):
             until(is_answered)
 
 
+def test_too_large_body_is_refused_before_it_is_sent(chat_model):
+    with serving(chat_model, "--budget", "64") as server:
+        where = urlsplit(server.url)
+        for expect in (b"", b"Expect: 100-continue\r\n"):
+            with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as link:
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + expect
+                link.sendall(head + b"Content-Length: %d\r\n\r\n" % (2**26 + 1))
+                assert link.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
 def _trickle(connection):
     for _ in range(1200):
         connection.sendall(b"x")

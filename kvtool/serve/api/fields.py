@@ -102,6 +102,8 @@ def finite(text: str) -> float:
 
 def parsed(data: bytes) -> Any:
     """Parse the JSON of a body. Lone surrogates become U+FFFD. Raises ApiError."""
+    if not data.strip():
+        raise ApiError("the body is empty; send a JSON object")
     # no other thread runs during `loads`, and with garbage collection it may take five times as long
     gc.disable()
     try:

@@ -19,7 +19,7 @@ from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.api.tools import Choice, GivenTool, check_choice, check_tools, listed
 
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
+MAX_STOPS = 100
 MAX_BREAKERS = 64
 
 MAX_IGNORED = 20
