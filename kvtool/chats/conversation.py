@@ -253,6 +253,8 @@ class Conversation:
         """Take over a client's messages. Their tokens must be in the cache already."""
         self.version += 1
         self.messages = [*map(dict, messages)]
+        first = self.messages[0] if self.messages else {}
+        self.system = (first.get("role") == "system" and first["content"]) or None
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
 
     def reread(self, messages: Sequence[Message], system: str | None = None) -> None:

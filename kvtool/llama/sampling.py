@@ -41,6 +41,11 @@ def _breakers(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
     return tuple(text for text in _texts(raw, flag) if text not in ("", "none"))
 
 
+def _look_back(raw: int, flag: str) -> int:
+    """Convert a number of latest tokens. -1 means all, as in llama.cpp."""
+    return MAX_LOOK_BACK if raw == -1 else raw
+
+
 def _escaped(texts: tuple[str, ...]) -> list[str]:
     escapes = {char: f"\\{letter}" for letter, char in _ESCAPES.items() if char not in "\"'"}
     return ["".join(escapes.get(char, char) for char in text) for text in texts]
@@ -122,7 +127,9 @@ class Sampling(Options):
         "--repeat-last-n N",
         64,
         Range(0, MAX_LOOK_BACK),
-        "Number of latest tokens that the repeat, presence and frequency penalties look at; 0 means off.",
+        "Number of latest tokens that the repeat, presence and frequency penalties look at; 0 means off, "
+        "-1 means all.",
+        read=_look_back,
     )
     presence_penalty: float = _number(
         "--presence-penalty X",
@@ -171,7 +178,8 @@ class Sampling(Options):
         "--dry-penalty-last-n N",
         64,
         Range(0, MAX_LOOK_BACK),
-        "Number of latest tokens that DRY looks at; 0 means off.",
+        "Number of latest tokens that DRY looks at; 0 means off, -1 means all.",
+        read=_look_back,
     )
     dry_sequence_breaker: tuple[str, ...] = _option(
         "--dry-sequence-breaker TEXT",

@@ -70,9 +70,8 @@ def opened(
             template = template_of(first.model, run.chat_template)
         fixed, kept = fixed_of(first, run, template, hashing), run.session_values() | dict(kept)
         chats = stack.enter_context(closing(ChatStore(folder, max_bytes, fixed)))
-        if chats.n_others:
-            others = f"{chats.n_others:,} files in {folder} are damaged, archives without a chat"
-            site.say(f"{others}, or of another model, policy or options; they stay as they are")
+        for line in _notes(chats):
+            site.say(line)
         if template and thinking:
             site.defaults = replace(site.defaults, thinking=thinking(template))
         if template and site.defaults.system:
@@ -100,6 +99,15 @@ def opened(
             return slot(stack.enter_context(closing(_another_engine(first))))
 
         yield SlotPool(lock, slot(first), another, n_max, site.say)
+
+
+def _notes(chats: ChatStore) -> Iterator[str]:
+    """Yield lines about files that the server cannot continue."""
+    where = f"in {chats.folder}"
+    if n := len(chats.others):
+        yield f"chats of another model, policy or options {where}: {n:,}; they count towards --sessions-bytes"
+    if n := chats.n_unusable:
+        yield f"damaged files, archives without a chat, and chats of `kvtool chat` {where}: {n:,}; they stay"
 
 
 def _share_memory(first: Engine, n: int) -> int:

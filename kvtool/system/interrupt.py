@@ -175,11 +175,12 @@ def like_ctrl_c() -> Iterator[list[int]]:
         handler: Any = signal.getsignal(signal.SIGINT)
         handler(number, frame)
 
-    with _handled(forward, _not_ignored()):
+    with _handled(forward, not_ignored()):
         yield came
 
 
-def _not_ignored() -> list[int]:
+def not_ignored() -> list[int]:
+    """Return SIGHUP and SIGTERM, but only those that the process does not ignore."""
     return [number for number in _TERMINATING if signal.getsignal(number) != signal.SIG_IGN]
 
 
@@ -226,7 +227,7 @@ def terminating(writer: Any) -> Iterator[Callable[[], bool]]:
         writer.stop = True
 
     try:
-        with _handled(stop, _not_ignored()):
+        with _handled(stop, not_ignored()):
             yield lambda: bool(came)
     finally:
         for number in came:

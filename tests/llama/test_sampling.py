@@ -30,7 +30,7 @@ from kvtool.errors import InputError, UsageError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.libllama.library import api
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.sampling import Sampling
+from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
 from tests.cli.called import called
 from tests.cli.test_chat_session import exported, talk  # noqa: F401
@@ -395,6 +395,11 @@ def test_settings_are_changed_by_name(engine, tmp_path):
     files.set("seed", "7")
     files.set("n", "-1")
     assert (sampler.seed, files.generation.n) == (7, None)
+    for name in ("repeat_last_n", "dry_penalty_last_n"):
+        files.set(name, "-1")
+        assert getattr(sampler.settings, name) == MAX_LOOK_BACK
+        with pytest.raises(UsageError, match=rf"{name} must be in 0\.\.1048576, got -2"):
+            files.set(name, "-2")
     sampler.close()
 
 

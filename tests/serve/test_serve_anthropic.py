@@ -239,7 +239,7 @@ def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stream": 1}, "stream must be true or false"),
         ({"stop_sequences": 5}, "stop_sequences must be a string or a list"),
-        ({"stop_sequences": ["x"] * 99}, "stop_sequences takes at most 16"),
+        ({"stop_sequences": ["x"] * 101}, "stop_sequences takes at most 100"),
         ({"thinking": "yes"}, "thinking must be an object"),
         ({"thinking": {"type": "yes"}}, "thinking.type must be one of enabled, disabled, adaptive"),
         ({"output_config": {"effort": "deep"}}, "output_config.effort must be one of none, minimal, low"),
@@ -408,3 +408,4 @@ def test_error_of_an_unknown_address_names_the_addresses_of_chats():
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
     assert message.startswith("no such address: /v1/embeddings; chats go to /v1/chat/completions")
+    assert message.endswith(", texts to /v1/completions")

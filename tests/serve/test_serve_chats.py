@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvtool.chats import session
 from kvtool.errors import SessionError
+from kvtool.serve import opening
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
@@ -113,8 +116,8 @@ def test_store_keeps_archives_of_moved_chats_and_removes_partial_files(tmp_path)
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
         assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
-        # n_others counts the archive, because the server cannot use it without its session file
-        assert chats.n_others == 1
+        # n_unusable counts the archive, because the server cannot use it without its session file
+        assert chats.n_unusable == 1
 
 
 def test_newest_file_of_earlier_turns_takes_the_place_of_a_missing_session(tmp_path):
@@ -135,7 +138,7 @@ def test_newest_file_of_earlier_turns_takes_the_place_of_a_missing_session(tmp_p
     for _ in range(2):
         with closing(ChatStore(tmp_path, 10**9, {})) as chats:
             assert sorted(chat.path.name for chat in chats.chats) == [one, two]
-            assert chats.n_others == 2
+            assert chats.n_unusable == 2
         assert session.read_meta(tmp_path / two)["messages"] == messages[:2]
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == [one, f"{one}.1", two, f"{two}.1", f"{two}.2", damaged, f"{damaged}.1"]
@@ -147,8 +150,82 @@ def test_store_leaves_sessions_without_valid_messages_unchanged(tmp_path, messag
     for name in ("0123456789abcdef.kv", "0123456789abcdef.kv.1"):
         session.write(tmp_path / name, meta, [("tokens", np.arange(3, dtype=np.int32))])
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
-        assert (len(chats), chats.n_others) == (0, 2)
+        assert (len(chats), chats.n_unusable) == (0, 2)
     assert len([*tmp_path.iterdir()]) == 2
+
+
+TOKENS = np.arange(100, dtype=np.int32)
+
+
+def stored(store, tokens, role="user"):
+    """Store a chat with these tokens in a session of about 4,000 bytes. Return the chat."""
+    meta = {"fixed": store.fixed, "padding": "x" * 3500}
+
+    def save_to(path, _, given):
+        session.write(path, meta | given | {"messages": messages}, [("tokens", tokens)])
+        return ()
+
+    messages = [message(role, "Hello.")]
+    engine = SimpleNamespace(checkpoints=SimpleNamespace(to_save=list))
+    writer = SimpleNamespace(engine=engine, tokens=tokens)
+    chat = SimpleNamespace(writer=writer, messages=messages, save_to=save_to)
+    return store.add(None, os.urandom(8), chat, {}, marks=[])
+
+
+def with_end(n, value):
+    """Return TOKENS with another end from token n on."""
+    return np.concatenate([TOKENS[:n], np.full(len(TOKENS) - n, value, np.int32)])
+
+
+@pytest.mark.parametrize("n", [50, 99])
+def test_full_store_deletes_variants_of_a_chat_before_other_chats(tmp_path, n):
+    with closing(ChatStore(tmp_path, 20_000, {})) as store:
+        other = stored(store, TOKENS + 1000)
+        variants = [stored(store, with_end(n, -value)) for value in range(1, 11)]
+        assert store.chats == [other, *variants[-len(store) + 1 :]]
+        assert len(store) > 3
+        assert sorted(chat.path for chat in store.chats) == sorted(tmp_path.iterdir())
+
+
+def test_without_variants_the_least_recently_used_chats_are_deleted(tmp_path):
+    with closing(ChatStore(tmp_path, 20_000, {})) as store:
+        # less than half of the tokens are equal
+        chats = [stored(store, with_end(49, -value)) for value in range(1, 11)]
+        assert store.chats == chats[-len(store) :]
+        assert len(store) > 3
+
+
+def test_system_prompt_is_not_a_variant_of_its_chats(tmp_path):
+    with closing(ChatStore(tmp_path, 20_000, {})) as store:
+        other = stored(store, TOKENS + 1000)
+        system = stored(store, TOKENS[:30], role="system")
+        for value in range(1, 11):
+            stored(store, with_end(30, -value))
+            system.used = time.monotonic()
+        assert system in store.chats
+        assert other not in store.chats
+
+
+def test_chats_of_other_models_count_towards_the_limit(tmp_path):
+    with closing(ChatStore(tmp_path, 20_000, {"model": "a"})) as store:
+        old = [stored(store, TOKENS + 1000 * n).path for n in range(3)]
+    for i, path in enumerate(old):
+        os.utime(path, (1000 + i, 1000 + i))
+    others = [tmp_path / name for name in ("mine.kv", "0123456789abcdef.kv", "fedcba9876543210.kv.archive")]
+    for path in others:
+        path.write_bytes(b"\0" * 30_000)
+    with closing(ChatStore(tmp_path, 20_000, {"model": "b"})) as store:
+        assert (len(store), len(store.others), store.n_unusable) == (0, 3, 2)
+        assert [line.rpartition(f" in {tmp_path}: ")[::2] for line in opening._notes(store)] == [
+            ("chats of another model, policy or options", "3; they count towards --sessions-bytes"),
+            ("damaged files, archives without a chat, and chats of `kvtool chat`", "2; they stay"),
+        ]
+        new = [stored(store, TOKENS + 1000 * n).path for n in range(2)]
+        # five chats have more than 20,000 bytes, so the oldest is deleted
+        assert [path.exists() for path in old] == [False, True, True]
+        assert store.n_bytes == sum(path.stat().st_size for path in [*old[1:], *new])
+        new += [stored(store, TOKENS + 1000 * n).path for n in range(2, 4)]
+        assert sorted(tmp_path.iterdir()) == sorted([*others, *new])
 
 
 def test_server_removes_folders_of_killed_servers(tmp_path, monkeypatch):

@@ -79,7 +79,9 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
     with serving(chat_model, *options[2:], "-v", "--sessions", str(chats)) as server:
         client = connect(f"{server.url}/v1")
         first = client.chat.completions.create(
-            model="chat", messages=[message("user", "What is a lamp?")], max_tokens=8
+            model="chat",
+            messages=[message("system", "Be kind."), message("user", "What is a lamp?")],
+            max_tokens=8,
         )
         code, stderr = server.stop()
     n = first.usage.prompt_tokens
@@ -96,14 +98,15 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
 
     shown = kvtool("session", "show", "--json", file)
     assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["tokens"] == first.usage.total_tokens
+    shown = json.loads(shown.stdout)
+    assert (shown["tokens"], shown["system"]) == (first.usage.total_tokens, "Be kind.")
     went_on = kvtool("chat", "-t", "1", "--session", file, "-n", "4", typed="And a candle?\n")
     assert went_on.returncode == 0, went_on.stderr
     assert went_on.stdout
     # a server keeps files that it cannot continue, and reports how many there are
     with serving(chat_model, "--budget", "48", "--sessions", str(chats)) as server:
         pass
-    assert any(line.startswith("1 files in ") for line in server.lines)
+    assert any(line.endswith(f" in {chats}: 1; they stay\n") for line in server.lines)
     assert file.exists()
     refused = kvtool("serve", *options, "--sessions", other)
     assert refused.stderr == f"kvtool: {other} is not a folder; name another one\n"

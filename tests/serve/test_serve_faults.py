@@ -217,7 +217,10 @@ def _bytes(folder):
     return sum({each.st_ino: each.st_size for each in files}.values())
 
 
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
+)
 def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
     with serving(chat_model, "--budget", "64", "--temp", "0") as server:
         where = urlsplit(server.url)
@@ -238,6 +241,13 @@ def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
             assert writing.recv(100)
             # the answer would take days, so the server must not wait for its end
             assert server.stop(how) == (code, "kvtool: stopped\n")
+
+
+def test_nohup_keeps_the_server_running_after_sighup(chat_model):
+    with serving(chat_model, "--budget", "64", preexec_fn=forked.deaf) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert reply_to(server.url, [message("user", "Hello.")])
+        assert server.stop() == (130, "kvtool: stopped\n")
 
 
 EARLY = """
@@ -339,6 +349,16 @@ def test_read_timeout_ends_slow_requests(chat_model):
             # on a busy machine, these clients may exceed the server's time limit, so try again
             until(is_refused)
             until(is_answered)
+
+
+def test_too_large_body_is_refused_before_it_is_sent(chat_model):
+    with serving(chat_model, "--budget", "64") as server:
+        where = urlsplit(server.url)
+        for expect in (b"", b"Expect: 100-continue\r\n"):
+            with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as link:
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + expect
+                link.sendall(head + b"Content-Length: %d\r\n\r\n" % (2**26 + 1))
+                assert link.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
 def _trickle(connection):

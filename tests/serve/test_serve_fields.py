@@ -52,6 +52,13 @@ def test_fields_that_change_nothing_are_accepted(fields):
     assert (request.stop_tokens, request.ignores_end) == ((), False)
 
 
+def test_order_of_samplers_is_ignored_and_listed():
+    # SillyTavern sends both with each request
+    order = {"samplers": ["top_k", "temperature"], "sampler_priority": ["dry", "top_k"]}
+    assert chat(**order).ignored == [*order]
+    assert requests.check_text({"prompt": "x", **order}, Defaults()).ignored == [*order]
+
+
 @pytest.mark.parametrize("field", NEUTRAL)
 def test_unsupported_field_is_refused_by_name_unless_its_value_is_neutral(field):
     neutral, hint = NEUTRAL[field]
@@ -84,7 +91,8 @@ def test_field_names_of_other_servers_are_understood():
     # llama-server's field, repeat_penalty, has priority
     both = chat(repetition_penalty=1.0, repeat_penalty=1.2)
     assert both.sampling.repeat_penalty == 1.2
-    assert chat(repeat_last_n=-1).sampling.repeat_last_n == MAX_LOOK_BACK
+    both = chat(repeat_last_n=-1, dry_penalty_last_n=-1).sampling
+    assert (both.repeat_last_n, both.dry_penalty_last_n) == (MAX_LOOK_BACK, MAX_LOOK_BACK)
     assert chat(dry_sequence_breakers=["\n", "none"]).sampling.dry_sequence_breaker == ("\n",)
     assert chat(ignore_eos=True).ignores_end
     assert requests.check_text({"prompt": "x", "logprobs": False}, Defaults()).logprobs is None

@@ -50,13 +50,15 @@ def test_encoded_body_is_refused():
     ("body", "words"),
     [
         (b"{{", "the body is not JSON"),
+        (b"", "the body is empty"),
+        (b" \n", "the body is empty"),
         (b"\xff", "not UTF-8 at byte 0"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
         (b'{"a": NaN}', "not finite"),
         (b'{"a": 1e999}', "not finite"),
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
     ],
-    ids=["broken", "not UTF-8", "digits", "NaN", "infinity", "deep"],
+    ids=["broken", "empty", "blank", "not UTF-8", "digits", "NaN", "infinity", "deep"],
 )
 def test_unparsable_body_is_refused_with_the_reason(body, words):
     status, said, _ = post(body)
@@ -67,7 +69,14 @@ def test_unparsable_body_is_refused_with_the_reason(body, words):
 def test_body_may_not_exceed_the_limit():
     assert post(BODY, limits=Limits(max_bytes=len(BODY)))[0] == 200
     limits = Limits(max_bytes=len(BODY) - 1)
-    assert post(BODY, limits=limits)[:2] == (413, f"the body has more than {len(BODY) - 1} bytes")
+    refused = (413, f"the body has more than {len(BODY) - 1} bytes")
+    assert post(BODY, limits=limits)[:2] == refused
+
+    async def parts():
+        yield BODY
+
+    # the body is sent in chunks, without its length
+    assert post(parts(), limits=limits)[:2] == refused
 
 
 def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch):
@@ -277,6 +286,8 @@ def test_each_request_is_one_line_in_the_log():
 
     assert re.fullmatch(rf"{when} GET /v1/models 200 \d+ ms", last("/v1/models"))
     assert re.fullmatch(rf"{when} GET /no \[2J 404 \d+ ms: no such address: /no \[2J; .*", last("/no%1b[2J"))
+    for what in (("/" + "a" * 5000,), ("/health", "X" * 5000), ("/v1/chat/completions", "POST")):
+        assert len(last(*what, body={"messages": [message("user", "Hi.")], "kvtool": {"x" * 5000: 1}})) < 700
     assert re.fullmatch(
         rf"{when} POST /v1/chat/completions 400 \d+ ms: the body is not JSON.*",
         last("/v1/chat/completions", "POST", content=b"{"),

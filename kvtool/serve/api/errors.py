@@ -6,6 +6,9 @@ import traceback
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+_MAX_MESSAGE = 500
+"""Maximum number of characters of an error's message."""
+
 
 @dataclass(eq=False)
 class ApiError(Exception):
@@ -34,8 +37,10 @@ class ApiError(Exception):
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # replace line breaks and control characters, because the message may quote a request's text
-        self.message = "".join(each if each.isprintable() else " " for each in self.message)
+        # cut the message, and replace line breaks and control characters, because it may quote a request
+        end = "\u2026" if len(self.message) > _MAX_MESSAGE else ""
+        cut = self.message[:_MAX_MESSAGE] + end
+        self.message = "".join(each if each.isprintable() else " " for each in cut)
         super().__init__(self.message)
 
     @classmethod

@@ -103,6 +103,8 @@ def finite(text: str) -> float:
 
 def parsed(data: bytes) -> Any:
     """Parse the JSON of a body with `loads`. Raises ApiError."""
+    if not data.strip():
+        raise ApiError("the body is empty; send a JSON object")
     # no other thread runs during `loads`, and with garbage collection it may take five times as long
     gc.disable()
     try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from kvtool.config.generation import GenerationOptions
 from kvtool.errors import UsageError
-from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
+from kvtool.llama.sampling import Sampling
 from kvtool.options import declared
 from kvtool.serve.api import messages, output_format, thinking
 from kvtool.serve.api.errors import ApiError
@@ -19,7 +19,7 @@ from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.api.tools import Choice, GivenTool, check_choice, check_tools, listed
 
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
+MAX_STOPS = 100
 MAX_BREAKERS = 64
 
 MAX_IGNORED = 20
@@ -33,9 +33,6 @@ _NUMBERS = {
     if _KINDS[field] in (int, float)
 }
 """Names of numbers in requests to OpenAI's servers or llama-server, mapped to fields of `Sampling`."""
-
-_ALL_WRITTEN = ("repeat_last_n", "dry_penalty_last_n")
-"""Fields that say how many of the newest tokens a penalty applies to; -1 means all, as in llama-server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +319,10 @@ def _sampling(fields: Fields, default: Sampling) -> Sampling:
         is_whole = _KINDS[parameter] is int
         value = fields.whole(name, -(2**31), 2**31 - 1) if is_whole else fields.number(name)
         if value is not None:
-            value = MAX_LOOK_BACK if value == -1 and parameter in _ALL_WRITTEN else value
+            option = declared(Sampling)[parameter]
             try:
-                declared(Sampling)[parameter].check(value, name)
+                value = option.parse(value, name)
+                option.check(value, name)
             except UsageError as error:
                 raise ApiError(str(error), param=name) from None
             changes.setdefault(parameter, value)

@@ -46,7 +46,7 @@ class AccessLog:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             client = scope["client"][0] if scope.get("client") else "-"
             path = "".join(each if each.isprintable() else " " for each in shown(scope["path"]))
-            line = f"{now} {client} {scope['method']} {path} {status} {ms:.0f} ms"
+            line = f"{now} {client} {shown(scope['method'])} {path} {status} {ms:.0f} ms"
             job, error = state.get("job"), state.get("error")
             if error:
                 line += f": {error}"

@@ -24,7 +24,7 @@ from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.anthropic import AnthropicBodies
 from kvtool.serve.api.completions import AnswerBodies, Body, CompletionBodies
 from kvtool.serve.api.errors import ApiError, internal_error
-from kvtool.serve.api.fields import Fields, wrong
+from kvtool.serve.api.fields import Fields, shown, wrong
 from kvtool.serve.api.requests import ChatRequest, Defaults, GivenChat, Request
 from kvtool.serve.api.responses import ResponseBodies
 from kvtool.serve.events import End, Event
@@ -482,11 +482,11 @@ async def _internal_error(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:
-    path = http.url.path
+    path = shown(http.url.path)
     if error.status_code == 405:
-        fault, code = f"{http.method} is not for this address: {path}", "method_not_allowed"
+        fault, code = f"{shown(http.method)} is not for this address: {path}", "method_not_allowed"
     else:
-        chats = "/v1/chat/completions, /v1/responses or /v1/messages"
+        chats = "/v1/chat/completions, /v1/responses or /v1/messages, texts to /v1/completions"
         fault, code = f"no such address: {path}; chats go to {chats}", "not_found"
     answer = _failed(http, ApiError(fault, status=error.status_code, code=code))
     # add starlette's headers, which list the allowed methods

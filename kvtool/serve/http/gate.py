@@ -186,6 +186,9 @@ async def checked(limits: Limits, http: Request, check: Callable[[Any], _T]) -> 
             status=415,
             code="unsupported_encoding",
         )
+    if int(http.headers.get("content-length", 0)) > limits.max_bytes:
+        # answer before the body arrives, also if the client waits for permission (Expect: 100-continue)
+        raise _too_large(limits)
     try:
         data = await asyncio.wait_for(_bytes(limits, http), limits.read_timeout)
     except asyncio.TimeoutError:
@@ -200,8 +203,10 @@ async def _bytes(limits: Limits, http: Request) -> bytes:
     async for part in http.stream():
         n += len(part)
         if n > limits.max_bytes:
-            raise ApiError(
-                f"the body has more than {limits.max_bytes} bytes", status=413, code="body_too_large"
-            )
+            raise _too_large(limits)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(f"the body has more than {limits.max_bytes} bytes", status=413, code="body_too_large")

@@ -16,6 +16,7 @@ import uvicorn
 from kvtool.errors import KvtoolError, LibraryError
 from kvtool.serve.http.app import Site, make
 from kvtool.serve.pool import SlotPool
+from kvtool.system import interrupt
 
 _HEADERS = 64 * 2**10
 """Maximum number of bytes of a request's headers."""
@@ -125,10 +126,10 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def _noted_signals(server: uvicorn.Server) -> Iterator[list[int]]:
-    """Yield a list. Each SIGINT and SIGTERM that comes while the block runs is added to this list.
+    """Yield a list. Each SIGINT, SIGTERM and SIGHUP that comes while the block runs is added to this list.
 
-    uvicorn handles these signals while it runs, and raises them again when it ends. If a signal comes before
-    uvicorn runs, the server stops as soon as it has started.
+    uvicorn handles SIGINT and SIGTERM while it runs, and raises them again when it ends. If a signal comes
+    before uvicorn runs, the server stops as soon as it has started. An ignored SIGHUP stays ignored.
     """
     signals: list[int] = []
 
@@ -136,7 +137,8 @@ def _noted_signals(server: uvicorn.Server) -> Iterator[list[int]]:
         signals.append(number)
         server.should_exit = True
 
-    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    numbers = {signal.SIGINT, signal.SIGTERM, *interrupt.not_ignored()}
+    before = {each: signal.signal(each, note) for each in numbers}
     try:
         yield signals
     finally:

@@ -13,9 +13,10 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,17 @@ class ChatStore:
     Parameters
     ----------
     max_bytes
-        Maximum number of bytes of all files. If there are more, the least recently used chats are deleted.
+        Maximum number of bytes of all chats. `add` deletes chats if there are more: see `_shrink`.
     fixed
-        Values that a session must have to be continued, for example the model's digest. Sessions with other
-        values are not changed.
+        Values that a session must have to be continued, for example the model's digest.
 
     Attributes
     ----------
-    n_others
-        Number of files in the folder that the server cannot continue. It does not change these files.
+    others
+        Chats of servers with other values of `fixed`.
+    n_unusable
+        Number of files that have no chat of a server, for example because they are damaged. They are never
+        changed or deleted.
     """
 
     def __init__(self, folder: Path, max_bytes: int, fixed: dict[str, Any]) -> None:
@@ -95,7 +98,8 @@ class ChatStore:
         self.max_bytes = max_bytes
         self.fixed = fixed
         self.chats: list[StoredChat] = []
-        self.n_others = 0
+        self.others: list[StoredChat] = []
+        self.n_unusable = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             names = sorted(os.listdir(folder))
@@ -105,8 +109,8 @@ class ChatStore:
 
     @property
     def n_bytes(self) -> int:
-        """Number of bytes of all sessions and archives."""
-        return sum(chat.n_bytes for chat in self.chats)
+        """Number of bytes of all sessions and archives, also of other servers."""
+        return sum(chat.n_bytes for chat in [*self.chats, *self.others])
 
     def __len__(self) -> int:
         return len(self.chats)
@@ -186,9 +190,10 @@ class ChatStore:
 
     def drop(self, chat: StoredChat) -> None:
         """Delete a chat if it is still stored."""
-        if chat in self.chats:
-            self.chats.remove(chat)
-            _delete(chat.path, chat.archive_file)
+        for stored in (self.chats, self.others):
+            if chat in stored:
+                stored.remove(chat)
+                _delete(chat.path, chat.archive_file)
 
     def close(self) -> None:
         """Close open files. The files stay on the disk."""
@@ -196,11 +201,20 @@ class ChatStore:
             chat.archive_file.close()
 
     def _shrink(self, keep: StoredChat) -> None:
-        """Delete the least recently used chats until all files together have at most `max_bytes`."""
-        n_bytes = self.n_bytes
-        for chat in sorted(self.chats, key=lambda each: each.used):
-            if n_bytes > self.max_bytes and chat is not keep:
+        """Delete the least recently used chats until all files together have at most `max_bytes`.
+
+        Variants are deleted first: each repeated or edited request stores a variant of its chat, and many
+        variants of one chat should not displace other chats.
+        """
+        stored = sorted([*self.chats, *self.others], key=lambda each: each.used)
+        variants = (chat for i, chat in enumerate(stored) if _is_variant(chat, stored[i + 1 :]))
+        n_bytes, dropped = self.n_bytes, {keep}
+        for chat in chain(variants, stored):
+            if n_bytes <= self.max_bytes:
+                return
+            if chat not in dropped:
                 self.drop(chat)
+                dropped.add(chat)
                 n_bytes -= chat.n_bytes
 
     def _read(self, names: list[str]) -> None:
@@ -225,7 +239,7 @@ class ChatStore:
                 with suppress(OSError):
                     (self.folder / match[0]).unlink()
             elif match[1] not in keys:
-                self.n_others += 1
+                self.n_unusable += 1
 
     def _read_one(self, path: Path, numbered: list[Path]) -> None:
         """Read a chat.
@@ -242,15 +256,14 @@ class ChatStore:
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
             marks, places = _marks_in(meta), meta.get("checkpoints", [])
             is_system_only = _is_system_only(meta["messages"])
-            if meta.get("fixed") != self.fixed:
-                raise ValueError
+            stored = self.chats if meta["fixed"] == self.fixed else self.others
         except (SessionError, OSError, LookupError, ValueError, TypeError):
-            # the session is damaged, or it belongs to another model or policy
-            self.n_others += 1 + len(numbered)
+            # the session is damaged, or `kvtool chat` has saved it
+            self.n_unusable += 1 + len(numbered)
             return
         used = time.monotonic() - max(time.time() - used_at, 0)
         archive = archive_file.ArchiveFile(path)
-        self.chats.append(StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, used))
+        stored.append(StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, used))
 
 
 def _marks_in(meta: session.Meta) -> list[Mark]:
@@ -265,6 +278,26 @@ def _marks_in(meta: session.Meta) -> list[Mark]:
 
 def _is_system_only(messages: list[Message]) -> bool:
     return all(message["role"] == "system" for message in messages)
+
+
+def _is_variant(chat: StoredChat, later: Iterable[StoredChat]) -> bool:
+    """True if one of the chats that were used later begins with at least half of the tokens of this chat.
+
+    A system prompt is not a variant, because chats begin with it. No files are read: chats whose tokens are
+    still unknown are not compared.
+    """
+    if chat.is_system_only or chat.tokens is None or not len(chat.tokens):
+        return False
+    half = chat.tokens[: (len(chat.tokens) + 1) // 2]
+    n, last = len(half), half[-1]
+    return any(
+        # the last token differs in most other chats, and is compared much faster than all tokens
+        each.tokens is not None
+        and len(each.tokens) >= n
+        and each.tokens[n - 1] == last
+        and np.array_equal(each.tokens[:n], half)
+        for each in later
+    )
 
 
 def _delete(path: Path, archive: archive_file.ArchiveFile) -> None:
