@@ -121,7 +121,7 @@ def test_missing_llama_cpp_error_says_how_to_build_it(before):
     assert before.perplexity.stdout == ""
     assert before.perplexity.stderr == "kvtool: there is no llama.cpp yet; build it: kvtool build\n"
     assert before.doctor.returncode == 1
-    assert "problem: there is no llama.cpp yet; build it: kvtool build" in before.doctor.stdout
+    assert "problem: there is no llama.cpp yet\n  fix it with: kvtool build\n" in before.doctor.stdout
     assert "fix it with: kvtool build" in before.doctor.stdout
 
 
