@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 
 CACHE = "Cache and eviction"
 SAMPLING = "Sampling"
@@ -62,6 +62,9 @@ class Option:
     read
         Function that converts a value that was typed, set or saved in a session to the field's value. Its
         second argument is the option's name, for errors.
+    find
+        Function that raises KvtoolError if there is no model or file with the name that is the value. Only
+        `kvtool config` and `kvtool doctor` call it: a command finds the model or file itself.
     write
         Function that converts the field's value back to a value that `read` accepts.
     is_count
@@ -85,6 +88,7 @@ class Option:
     choices: tuple[str, ...] = ()
     completes: str | None = None
     read: Callable[[Any, str], Any] | None = None
+    find: Callable[[str], None] | None = None
     write: Callable[[Any], Any] | None = None
     is_count: bool = False
     in_session: bool = False
@@ -218,6 +222,36 @@ def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None
 def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
     """Return the values of a repeatable option as a tuple. Use this function as `Option.read`."""
     return tuple(raw or ())
+
+
+def tested(check: Callable[[str], object]) -> Callable[[Any, str], Any]:
+    """Return a function that checks a text and returns it unchanged. Use the function as `Option.read`.
+
+    check: function that raises KvtoolError for a text that the option does not accept. The option's name is
+    put before a message that does not contain the name. None is not checked.
+    """
+
+    def read(raw: str | None, name: str) -> str | None:
+        try:
+            if raw is not None:
+                check(raw)
+        except KvtoolError as error:
+            raise about(error, name) from None
+        return raw
+
+    return read
+
+
+def tested_each(check: Callable[[str], object]) -> Callable[[Any, str], tuple[str, ...]]:
+    """Return a function like that of `tested`, for a repeatable option."""
+    return lambda raw, name: tuple(tested(check)(each, name) for each in raw or ())
+
+
+def about(error: KvtoolError, name: str) -> KvtoolError:
+    """Put the name of an option or a setting before an error's message if the message lacks this name."""
+    if name not in str(error):
+        error.args = (f"{name}: {error}",)
+    return error
 
 
 def unless(default: int) -> Callable[[int | None, str], int | None]:

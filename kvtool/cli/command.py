@@ -15,8 +15,8 @@ from typer.main import get_command
 
 from kvtool.cli import near
 from kvtool.cli.listed import flag, words_of
-from kvtool.errors import KvtoolError, ModelError, UsageError, users_traceback
-from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER
+from kvtool.errors import InputError, KvtoolError, ModelError, UsageError, users_traceback
+from kvtool.options import ARCHIVE, CACHE, HARDWARE, OUTPUT, SAMPLING, SERVER, declared
 
 CLICK: Any = sys.modules[typer.BadParameter.__module__]
 """The module with click's exceptions. Newer versions of typer contain their own copy of click."""
@@ -82,17 +82,17 @@ class Command(_Shared, TyperCommand):
     """A command that is not a group.
 
     After the arguments are parsed, `ctx.obj` maps names of parameters to the settings that apply to them.
-    Each parameter has two more attributes: `declaration` is the `Option`, or None if the parameter is not
-    declared as data, and `aliases` are its `Option.aliases`.
+    Each parameter has two more attributes: `options` is the class that declares it as a field, or None, and
+    `aliases` are its `Option.aliases`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        declarations = getattr(self.callback, "declarations", {})
+        classes = getattr(self.callback, "classes", {})
         params: list[Any] = self.params
         for param in params:
-            param.declaration = declarations.get(param.name)
-            param.aliases = param.declaration.aliases if param.declaration else ()
+            param.options = classes.get(param.name)
+            param.aliases = declared(param.options)[param.name].aliases if param.options else ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = {}
@@ -135,10 +135,12 @@ class Command(_Shared, TyperCommand):
         except KvtoolError as error:
             if ctx.params.get("verbose"):
                 sys.stderr.writelines(users_traceback(error))
-            if isinstance(error, UsageError) and (origins := _origins(ctx, str(error))):
+            is_of_option = isinstance(error, (UsageError, InputError, ModelError))
+            origins = _origins(ctx, str(error)) if is_of_option else ""
+            if isinstance(error, ModelError):
+                origins = origins or _origin_of_model(ctx, str(error))
+            if origins:
                 error.args = (f"{error} ({origins})",)
-            elif isinstance(error, ModelError) and (origin := _origin_of_model(ctx, str(error))):
-                error.args = (f"{error} ({origin})",)
             raise
 
 
@@ -236,21 +238,31 @@ def _origins(ctx: Any, message: str) -> str:
     names = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", message))
     return "; ".join(
         f"{flag(param)} is set by {ctx.obj[param.name].source}"
-        for param in ctx.command.params
-        if param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP" and names & {*param.opts}
+        for param in _set_params(ctx)
+        if names & {*param.opts}
     )
 
 
-def _origin_of_model(ctx: Any, message: str) -> str | None:
-    """Return a text such as "--model is set by $KVTOOL_MODEL" if a message names that model, else None."""
-    for param in ctx.command.params:
-        is_set = param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP"
-        # an argument may name another model than the setting
-        if is_set and (param.name == "draft" or (param.name == "model" and not ctx.params.get("model_name"))):
-            name = os.path.basename(str(ctx.obj[param.name].value))
-            if name and name in message:
-                return f"{flag(param)} is set by {ctx.obj[param.name].source}"
-    return None
+def _origin_of_model(ctx: Any, message: str) -> str:
+    """Return a text such as "--model is set by $KVTOOL_MODEL" if a message names the model of a setting.
+
+    Otherwise return "".
+    """
+    for param in _set_params(ctx):
+        value, source = ctx.obj[param.name]
+        name = os.path.basename(str(value))
+        if param.name in ("draft", "model") and name and name in message and source not in message:
+            return f"{flag(param)} is set by {source}"
+    return ""
+
+
+def _set_params(ctx: Any) -> list[Any]:
+    """Return the parameters whose values come from settings."""
+    return [
+        param
+        for param in ctx.command.params
+        if param.name in ctx.obj and source_of(ctx, param.name) == "DEFAULT_MAP"
+    ]
 
 
 def _repairs_settings(words: Sequence[str], typed: Mapping[str, Any]) -> bool:

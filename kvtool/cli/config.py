@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -15,7 +14,8 @@ from kvtool.cli.completion import models
 from kvtool.cli.declared import Json, command_words
 from kvtool.cli.listed import flag
 from kvtool.cli.settings import Words
-from kvtool.errors import UsageError, suggestion
+from kvtool.errors import KvtoolError, UsageError, suggestion
+from kvtool.options import about, declared
 from kvtool.system.texts import json_text
 
 Row = dict[str, Any]
@@ -78,46 +78,67 @@ def _of_command(words: Words, model: str | None, root: Any) -> Iterator[Row]:
         names = [" ".join(each) for each in known]
         raise UsageError(f"there is no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
     typed = {"model": settings.Setting(model, "-m")} if model else {}
-    current = settings.of_command(known[words], words, {"model": model}, root) | typed
-    for param in settings.options_of(known[words]):
+    current = settings.of_command(known[words], words, {"model": model}, root)
+    params = settings.options_of(known[words])
+    for param in params:
+        if param.name in current:
+            _check(param, *current[param.name])
+    current |= typed
+    for param in params:
         if param.name in current:
             yield _row(words, param, *current[param.name])
         else:
             yield _row(words, param, param.default, "default") | {"default": default_of(param)}
 
 
-def all_rows(root: Any) -> Iterator[Row]:
-    """Yield a row for each setting. Raises UsageError if a key or value is wrong."""
+def all_rows(root: Any, wrong: settings.Wrong = settings.refuse) -> Iterator[Row]:
+    """Yield a row for each setting.
+
+    wrong: function that gets an error for each key or value that is wrong.
+    """
     known = dict(settings.all_commands(root))
-    for table in settings.tables():
-        is_model = table.words[:1] == ("models",) and len(table.words) > 1 and table.words not in known
-        start = table.words[2:] if is_model else table.words
-        if is_model and start in known:
-            settings.check_takes_model(known[start], start, table)
-        yield from _of_table(table, known, start)
-    yield from _of_variables(known)
+    try:
+        for table in settings.tables(wrong):
+            yield from _of_table(table, known, wrong)
+    except UsageError as error:
+        # the file cannot be read; the variables can still be checked
+        wrong(error)
+    yield from _of_variables(known, wrong)
 
 
-def _of_table(table: settings.Table, known: dict[Words, Any], start: Words) -> Iterator[Row]:
-    """Yield the rows for a table of the file. It applies to the commands whose first words are `start`."""
+def _of_table(table: settings.Table, known: dict[Words, Any], wrong: settings.Wrong) -> Iterator[Row]:
+    """Yield the rows for a table of the file. wrong: see `all_rows`."""
+    is_model = table.words[:1] == ("models",) and len(table.words) > 1 and table.words not in known
+    # the first words of the commands to which the table applies
+    start = table.words[2:] if is_model else table.words
     reached = [words for words in known if words[: len(start)] == start]
-    if not reached or (table.values and table.is_own and start not in known):
-        raise UsageError(f"{table.title} is not a command of kvtool")
     params = [
         param for words in reached for param in settings.options_of(known[words], () if start else words)
     ]
-    settings.check_set_once(table, params)
+    try:
+        if is_model and start in known:
+            settings.check_takes_model(known[start], start, table)
+        if not reached or (table.values and table.is_own and start not in known):
+            raise UsageError(f"{table.title} is not a command of kvtool")
+        settings.check_set_once(table, params)
+    except UsageError as error:
+        wrong(error)
+        return
     for key, value in table.values.items():
         source, options = f"{table.title} {key}", settings.named(key, params)
-        if not options:
-            raise settings.unknown(table, key, params)
-        for param in options:
-            _check(param, settings.checked(param, value, source), source)
-        yield _row(table.words, options[0], value, source)
+        try:
+            if not options:
+                raise settings.unknown(table, key, params)
+            for param in options:
+                _check(param, settings.checked(param, value, source), source)
+        except KvtoolError as error:
+            wrong(error)
+        else:
+            yield _row(table.words, options[0], value, source)
 
 
-def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
-    """Yield a row for each environment variable that sets an option. Raises UsageError for a wrong value."""
+def _of_variables(known: dict[Words, Any], wrong: settings.Wrong) -> Iterator[Row]:
+    """Yield a row for each environment variable that sets an option. wrong: see `all_rows`."""
     params: dict[str, tuple[Words, Any]] = {}
     for words, command in known.items():
         for param in settings.options_of(command):
@@ -125,28 +146,36 @@ def _of_variables(known: dict[Words, Any]) -> Iterator[Row]:
                 params.setdefault(name, ((), param))
             params |= dict.fromkeys(settings.variables(param, words), (words, param))
     for name in sorted(os.environ):
-        if name in params and (text := os.environ[name]):
+        if name in params and os.environ[name]:
             words, param = params[name]
-            _check(param, text.split() if param.multiple else text, f"${name}")
-            yield _row(words, param, text, f"${name}")
+            setting = settings.from_variable(param, name)
+            try:
+                _check(param, *setting)
+            except KvtoolError as error:
+                wrong(error)
+            else:
+                yield _row(words, param, os.environ[name], setting.source)
 
 
 def _check(param: Any, value: Any, source: str) -> None:
-    """Raise UsageError for a value that an option does not accept."""
+    """Raise KvtoolError for a value that an option does not accept."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     try:
         read = tuple(param.type.convert(each, param, None) for each in values)
     except typer.BadParameter as error:
         raise UsageError(refusal(error, source)) from None
-    if option := param.declaration:
-        option.check(option.parse(read if param.multiple else read[0], source), source)
-    if param.name == "budget":
-        from kvtool.config.budget import parse
-
+    if kind := param.options:
+        option = declared(kind)[param.name]
         try:
-            parse(value, sys.maxsize)
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}") from None
+            value = option.parse(read if param.multiple else read[0], source)
+            option.check(value, source)
+            # the class may check more
+            kind(**{param.name: value})
+            if option.find:
+                for each in values:
+                    option.find(each)
+        except KvtoolError as error:
+            raise about(error, source) from None
 
 
 def _row(words: Words, param: Any, value: Any, source: str) -> Row:

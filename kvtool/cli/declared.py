@@ -62,9 +62,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
     run.__annotations__ = {each.name: each.annotation for each in params} | {"return": None}
-    run.declarations = {  # type: ignore[attr-defined]
-        name: option for kind in classes.values() for name, option in declared(kind).items()
-    }
+    run.classes = {name: kind for kind in classes.values() for name in declared(kind)}  # type: ignore[attr-defined]
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
     return run
 

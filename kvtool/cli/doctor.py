@@ -13,7 +13,7 @@ import typer
 from typer.main import get_command
 
 from kvtool.cli.declared import Json
-from kvtool.errors import KvtoolError, LibraryError, UsageError
+from kvtool.errors import KvtoolError, LibraryError
 from kvtool.system.files import can_write
 from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
 from kvtool.units import format_bytes
@@ -65,13 +65,13 @@ def _settings(wrong: Callable[[str, str], None]) -> None:
     from kvtool.cli import app
     from kvtool.cli.config import all_rows
 
-    try:
-        for _ in all_rows(get_command(app)):
-            pass
-    except UsageError as error:
+    def mistake(error: KvtoolError) -> None:
         # the message begins with the name of a wrong variable
         name = re.match(r"\$\w+", str(error))
         wrong(str(error), f"unset {name[0][1:]}" if name else '$EDITOR "$(kvtool config --path)"')
+
+    for _ in all_rows(get_command(app), mistake):
+        pass
 
 
 def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
@@ -84,7 +84,8 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
 
         library = library_info()
     except LibraryError as error:
-        wrong(str(error), _BUILD)
+        # the line below the fault has the command
+        wrong(str(error).removesuffix(f"; build it: {_BUILD}"), _BUILD)
         return None
     cmake_args = asked_cmake_args()
     key = wheel.installed_key()

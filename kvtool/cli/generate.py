@@ -21,9 +21,9 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
-from kvtool.options import OUTPUT, Options, Range, option, redeclared, repeated
+from kvtool.options import OUTPUT, Options, Range, option, redeclared, tested_each
 from kvtool.system import interrupt
-from kvtool.system.texts import is_stdin, json_text, read_stdin, read_text, utf8
+from kvtool.system.texts import check_file, is_stdin, json_text, read_stdin, read_text, utf8
 from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class _PromptOptions(Options):
         (),
         "Read the prompt from a file. If another prompt is given, the file's text follows it. Repeatable.",
         default_text=False,
-        read=repeated,
+        read=tested_each(check_file),
     )
 
 

@@ -17,7 +17,7 @@ from kvtool.cli.settings import default_model
 from kvtool.config.model import fitted_weights, in_words
 from kvtool.config.run import RunOptions
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.options import Options, declared, redeclared
+from kvtool.options import Options, declared, option, redeclared, tested
 from kvtool.system.texts import json_text, shown
 from kvtool.units import format_bytes, parse_bytes
 
@@ -154,6 +154,33 @@ class _CacheTypes(Options):
     type_v: str = _type("values", "v")
 
 
+def _device_bytes(text: str) -> int:
+    """Parse the memory of a GPU. Raises UsageError if the text is not a size of at least one MiB."""
+    n_bytes = 0
+    with suppress(UsageError):
+        n_bytes = parse_bytes(text)
+    if n_bytes < _MIN_DEVICE:
+        raise UsageError(f"--device is the memory of a GPU, like 8GiB; got {text!r}")
+    return n_bytes
+
+
+@dataclass(frozen=True)
+class _Memory(Options):
+    fit: str = option(
+        "--fit BYTES",
+        "64MiB",
+        "Show how many tokens fit into a cache of this size.",
+        read=tested(parse_bytes),
+    )
+    device: str | None = option(
+        "--device BYTES",
+        None,
+        "Show which weights fit on a GPU with this much free memory.",
+        default_text=False,
+        read=tested(_device_bytes),
+    )
+
+
 @app.command()
 @options
 def show(
@@ -167,17 +194,7 @@ def show(
             autocompletion=completion.models,
         ),
     ] = None,
-    fit: Annotated[
-        str, typer.Option(metavar="BYTES", help="Show how many tokens fit into a cache of this size.")
-    ] = "64MiB",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Show which weights fit on a GPU with this much free memory.",
-            show_default=False,
-        ),
-    ] = None,
+    memory: _Memory,
     types: _CacheTypes,
     as_json: Json = False,
 ) -> None:
@@ -189,8 +206,8 @@ def show(
     from kvtool.models.download import sha256
     from kvtool.models.header import read
 
-    n_bytes = parse_bytes(fit)
-    n_device = _device_bytes(device) if device is not None else None
+    n_bytes = parse_bytes(memory.fit)
+    n_device = None if memory.device is None else _device_bytes(memory.device)
     path = locate(name_or_path)
     info = read(path)
     digest = sha256(path)
@@ -252,16 +269,6 @@ def _header_lines(info: ModelInfo) -> list[list[str]]:
         ["tokenizer", "yes" if info.tokenizer else "no"],
         ["chat template", "yes" if info.chat_template else "no"],
     ]
-
-
-def _device_bytes(text: str) -> int:
-    """Parse the memory of a GPU. Raises UsageError if the text is not a size of at least one MiB."""
-    n_bytes = 0
-    with suppress(UsageError):
-        n_bytes = parse_bytes(text)
-    if n_bytes < _MIN_DEVICE:
-        raise UsageError(f"--device is the memory of a GPU, like 8GiB; got {text!r}")
-    return n_bytes
 
 
 def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:

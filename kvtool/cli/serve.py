@@ -21,10 +21,11 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import LibraryError, UsageError
-from kvtool.options import SERVER, Options, Range, option, redeclared
+from kvtool.llama.libllama import endpoints
+from kvtool.options import SERVER, Options, Range, option, redeclared, tested
 from kvtool.system import interrupt
 from kvtool.system.paths import extra_command
-from kvtool.system.texts import read_text, shown
+from kvtool.system.texts import check_file, read_text, shown
 from kvtool.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -47,14 +48,27 @@ def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
     return tuple(origin.lower() for origin in raw or ())
 
 
+def _check_keys(file: str | Path) -> None:
+    """Raise KvtoolError if a file of API keys cannot be read or has no key. A pipe is not read."""
+    check_file(str(file))
+    if Path(file).expanduser().is_file():
+        _keys(Path(file))
+
+
 @dataclass(frozen=True)
 class _ServeOptions(Options):
     host: str = _serving(
-        "--host ADDRESS", "127.0.0.1", "Address to listen on: a name or IPv4 address of this machine."
+        "--host ADDRESS",
+        "127.0.0.1",
+        "Address to listen on: a name or IPv4 address of this machine.",
+        read=tested(endpoints.address),
     )
     port: int = _serving("--port N", 8080, "Port to listen on (0 to 65535).", valid=Range(0, 65535))
     api_key_file: Path | None = _serving(
-        "--api-key-file", None, "File of API keys, one per line; every request needs one."
+        "--api-key-file",
+        None,
+        "File of API keys, one per line; every request needs one.",
+        read=tested(_check_keys),
     )
     allow_origin: tuple[str, ...] = _serving(
         "--allow-origin ORIGIN",
@@ -63,7 +77,9 @@ class _ServeOptions(Options):
         read=_origins,
     )
     sessions: Path | None = _serving("--sessions FOLDER", None, "Store all chats in this folder.")
-    sessions_bytes: str = _serving("--sessions-bytes BYTES", "4GiB", "Maximum size of all stored chats.")
+    sessions_bytes: str = _serving(
+        "--sessions-bytes BYTES", "4GiB", "Maximum size of all stored chats.", read=tested(parse_bytes)
+    )
     overflow: str = _serving(
         "--overflow MODE",
         "forget",
@@ -121,12 +137,9 @@ def serve(
 
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
-    from kvtool.llama.libllama import endpoints
 
     address = endpoints.address(serving.host)
     is_local = endpoints.is_loopback(address)
-    # check this before the model is loaded
-    parse_bytes(serving.sessions_bytes)
     site = _site(run, serving, system, generation, is_local=is_local)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]

@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtool.cli.listed import COMMANDS, GROUPS, flag
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
-from kvtool.errors import UsageError, suggestion
+from kvtool.errors import KvtoolError, UsageError, suggestion
 from kvtool.options import declared
 from kvtool.system.texts import exists
 
 VARIABLE = "KVTOOL_"
 NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
 """Environment variables of kvtool that do not set an option."""
+
+Wrong = Callable[[KvtoolError], None]
+"""Function that gets a mistake in the settings. It raises the error or collects it."""
 
 Words = tuple[str, ...]
 """The words that name a command, such as ("models", "show")."""
@@ -111,6 +114,9 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
         result |= layer
     if typed.get("policy") is not None:
         result.pop("options", None)
+    # the argument that names a model replaces the model of a setting
+    if typed.get("model_name") is not None:
+        result.pop("model", None)
     return result
 
 
@@ -192,22 +198,34 @@ def check_takes_model(command: Any, words: Words, table: Table) -> None:
         raise UsageError(f"{table.title} never applies: `kvtool {' '.join(words)}` has no -m")
 
 
-def tables() -> Iterator[Table]:
-    """Yield the tables of the file. Raises UsageError if a table does not belong to a command."""
+def refuse(error: KvtoolError) -> None:
+    """Raise the error. This is the default of functions that get a function for mistakes."""
+    raise error
+
+
+def tables(wrong: Wrong = refuse) -> Iterator[Table]:
+    """Yield the tables of the file. Raises UsageError if the file cannot be read.
+
+    wrong: function that gets an error for each table that does not belong to a command.
+    """
     data, path = read()
-    yield from _tables((), data, path)
+    yield from _tables((), data, path, wrong)
 
 
-def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Table]:
-    """Yield a table and all tables inside this table."""
+def _tables(words: Words, table: Mapping[str, Any], path: Path, wrong: Wrong) -> Iterator[Table]:
+    """Yield a table and all tables inside this table. wrong: see `tables`."""
     title = f"{path}: [{'.'.join(map(_quoted, words))}]" if words else f"{path}:"
-    if words and words[0] not in COMMANDS:
-        raise UsageError(f"{title} is not a command.{suggestion(words[0], COMMANDS)}")
-    if len(words) > _MAX_WORDS:
-        raise UsageError(f"{path}: a table's name has at most {_MAX_WORDS} parts, such as [models.NAME.chat]")
     is_in_group = not words or words[0] in GROUPS
-    if len(words) > 1 and not is_in_group:
-        raise UsageError(f"{title} is not a command; `kvtool {words[0]}` has no subcommands")
+    mistake = None
+    if words and words[0] not in COMMANDS:
+        mistake = f"{title} is not a command.{suggestion(words[0], COMMANDS)}"
+    elif len(words) > _MAX_WORDS:
+        mistake = f"{path}: a table's name has at most {_MAX_WORDS} parts, such as [models.NAME.chat]"
+    elif len(words) > 1 and not is_in_group:
+        mistake = f"{title} is not a command; `kvtool {words[0]}` has no subcommands"
+    if mistake:
+        wrong(UsageError(mistake))
+        return
     # three kinds of tables apply to several commands: the top level, a group's table and a model's table
     is_shared = is_in_group and (len(words) < 2 or len(words) == 2 and words[0] == _MODELS)
     inner = {name: value for name, value in table.items() if isinstance(value, dict)}
@@ -219,7 +237,7 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path) -> Iterator[Tabl
     }
     yield Table(words, values, title, not is_shared)
     for name, value in inner.items():
-        yield from _tables((*words, name), value, path)
+        yield from _tables((*words, name), value, path, wrong)
 
 
 def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -> Iterator[Table]:
@@ -264,11 +282,16 @@ def _from_variables(params: list[Any], words: Words = ()) -> dict[str, Setting]:
     result = {}
     for param in params:
         if name := next(filter(os.environ.get, variables(param, words)), None):
-            text = os.environ[name]
-            # the name of a file may have blanks
-            values = (text,) if exists(text) else tuple(text.split())
-            result[param.name] = Setting(values if param.multiple else text, f"${name}")
+            result[param.name] = from_variable(param, name)
     return result
+
+
+def from_variable(param: Any, name: str) -> Setting:
+    """Return the setting that a variable has for an option."""
+    text = os.environ[name]
+    # the name of a file may have blanks
+    values = (text,) if exists(text) else tuple(text.split())
+    return Setting(values if param.multiple else text, f"${name}")
 
 
 def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:

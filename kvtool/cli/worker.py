@@ -16,7 +16,7 @@ from typing import TextIO
 from kvtool.cli.declared import options
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama.libllama import endpoints
-from kvtool.options import Options, Range, option
+from kvtool.options import Options, Range, option, tested
 from kvtool.system import interrupt
 from kvtool.system.cpu import default_threads
 from kvtool.units import MAX_THREADS, format_bytes, parse_bytes
@@ -25,10 +25,21 @@ _SHORT_S = 1.0
 """Connections shorter than this many seconds are not reported. Clients make them to test the worker."""
 
 
+def _lent_bytes(text: str) -> int:
+    """Parse a value of --mem. Raises UsageError."""
+    n_bytes = parse_bytes(text)
+    if n_bytes == 0:
+        raise UsageError("--mem must be above 0; leave it out to lend all memory")
+    return n_bytes
+
+
 @dataclass(frozen=True)
 class _WorkerOptions(Options):
     host: str = option(
-        "--host ADDRESS", "127.0.0.1", "Address to listen on: a name or IPv4 address of this machine."
+        "--host ADDRESS",
+        "127.0.0.1",
+        "Address to listen on: a name or IPv4 address of this machine.",
+        read=tested(endpoints.address),
     )
     port: int = option("--port N", endpoints.PORT, "Port to listen on (1 to 65535).", valid=Range(1, 65535))
     mem: str | None = option(
@@ -36,6 +47,7 @@ class _WorkerOptions(Options):
         None,
         "Memory to lend, for example 8GiB. Clients spread layers in proportion to it.",
         default_text="all",
+        read=tested(_lent_bytes),
     )
     threads: int | None = option(
         "-t, --threads N", None, "CPU threads.", default_text="one per core", valid=Range(1, MAX_THREADS)
@@ -57,9 +69,7 @@ def worker(*, args: _WorkerOptions) -> None:
     change their memory, and may be able to take over the process. Use it only in networks that you trust.
     """
     address, port = endpoints.address(args.host), args.port
-    n_bytes = None if args.mem is None else parse_bytes(args.mem)
-    if n_bytes == 0:
-        raise UsageError("--mem must be above 0; leave it out to lend all memory")
+    n_bytes = None if args.mem is None else _lent_bytes(args.mem)
     # first listen at the port here, because ggml would not say why listening fails
     listener(address, port).close()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import RunOptions
+from kvtool.config.sizes import parse_archive
 from kvtool.errors import UsageError
 from kvtool.system import files, memory
-from kvtool.units import format_bytes, parse_count
+from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
@@ -24,7 +23,6 @@ _BLOCK = 32
 
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
     """Raise UsageError if the archive options cannot work with the policies `kinds`, given by name."""
-    check_file(run.archive_file)
     limit(run.archive, run.archive_file)
     flags = run.typed_archive
     if flags and not any(kind.has_recall() for kind in kinds.values()):
@@ -44,15 +42,7 @@ def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
     """
     if text is None:
         return {}
-    try:
-        n, is_bytes = parse_count(text)
-    except UsageError:
-        raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}") from None
-    if n < 1:
-        raise UsageError(
-            f"--archive {text} is too small; give at least 1 token, or choose --policy streamingllm, "
-            "which archives nothing"
-        )
+    n, is_bytes = parse_archive(text)
     if not is_bytes:
         # do not check whether n tokens fit in memory: n is only a limit, and the stream may have fewer tokens
         return {"archive": n}
@@ -77,25 +67,3 @@ def with_type(run: R, info: ModelInfo) -> R:
         # exact reading needs keys that are not centered, and GPUs can attend to q8_0 without converting it
         return run.changed(archive_type="q8_0")
     return run.changed(archive_type="iq4_nl")
-
-
-def check_file(file: str | None) -> None:
-    """Raise UsageError if the file of --archive-file cannot be created."""
-    if file is None:
-        return
-    if sys.platform == "win32":
-        raise UsageError("--archive-file does not work on Windows yet; leave it out")
-    folder = os.path.dirname(os.path.abspath(file))
-    problem = None
-    if not file:
-        problem = "is not the name of a file"
-    elif os.path.isdir(file):
-        problem = "is a folder"
-    elif os.path.lexists(file):
-        problem = "exists already"
-    elif not os.path.isdir(folder):
-        problem = f"cannot be created: there is no folder {folder}"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        problem = f"cannot be created: no permission to write to {folder}"
-    if problem:
-        raise UsageError(f"--archive-file {file!r} {problem}; name a new file")

@@ -2,96 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool import policies
 from kvtool.config.run import ChatOptions, RunOptions
+from kvtool.config.sizes import Budget, parse
 from kvtool.errors import UsageError
-from kvtool.models.layers import PAD, Layers
-from kvtool.units import format_bytes, parse_count
+from kvtool.models.layers import Layers
 
 if TYPE_CHECKING:
-    from decimal import Decimal
-
     from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
-
-_FRACTION = re.compile(r"[0-9]*\.[0-9]+")
-_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
-
-
-class Budget(NamedTuple):
-    """A budget as the user typed it (`text`). n: number of cells, or of bytes if `in_bytes` is True."""
-
-    text: str
-    n: int
-    in_bytes: bool
-    n_ctx_train: int
-
-    def cells(
-        self, layers: Layers, n_batch: int, type_k: str = "f16", type_v: str = "f16"
-    ) -> tuple[int, int]:
-        """Return the number of cells per row and the batch size, which is at most n_batch tokens.
-
-        A budget in bytes limits the whole cache. The cache includes padding, the cells for a batch, and the
-        memory of sliding and recurrent layers. As many cells are used as fit, in steps of 256 cells. Raises
-        UsageError if the budget is too small for the smallest cache.
-        """
-        if not self.in_bytes:
-            return self.n, n_batch
-        n, n_batch = layers.cache_that_fits(self.n, self.n_ctx_train, n_batch, type_k, type_v)
-        if n == 0:
-            smallest = format_bytes(layers.smallest_bytes(type_k, type_v))
-            raise UsageError(
-                f"{self.text} is too small for this model: its smallest cache ({PAD} tokens) takes {smallest}"
-            )
-        return n, n_batch
-
-
-def parse(text: str, n_ctx_train: int) -> Budget:
-    """Parse "512" (cells), "10%" (share of the trained context) or "64MiB" (bytes). Raises UsageError."""
-    text = text.strip()
-    if not text:
-        raise UsageError("the budget is empty; give tokens (512), a share (10%) or bytes (64MiB)")
-    if _FRACTION.fullmatch(text):
-        raise UsageError(
-            f"a budget in tokens is a whole number, got {text!r}; or a unit is missing: {text}MiB"
-        )
-    if text.endswith("%"):
-        n = share(percent(text), n_ctx_train)
-        if n == 0:
-            raise UsageError(
-                f"{text} of the trained context ({n_ctx_train:,} tokens) is less than 1 token; "
-                "choose a larger share"
-            )
-        return Budget(text, n, False, n_ctx_train)
-    try:
-        return Budget(text, *parse_count(text), n_ctx_train)
-    except UsageError:
-        raise UsageError(
-            f"--budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
-            f"got {text!r}"
-        ) from None
-
-
-def percent(text: str) -> Decimal:
-    """Return the number in "20%". Raises UsageError unless it is above 0 and at most 100."""
-    # imported here, because the import takes memory and most commands do not need it
-    from decimal import Decimal
-
-    match = _SHARE.fullmatch(text.strip())
-    if not match or not 0 < Decimal(match[1]) <= 100:
-        raise UsageError(f"a share must be above 0% and at most 100%, got {text!r}")
-    return Decimal(match[1])
-
-
-def share(percent: Decimal, n: int) -> int:
-    """Return a percentage of n tokens as a number of cells, which may be 0.
-
-    The number is rounded down, because a budget must not be exceeded.
-    """
-    return int(n * percent / 100)
 
 
 def of_run(run: RunOptions, kind: type[Policy], n_ctx: int, n_ctx_train: int) -> Budget:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.config.model import find_model, loaded_model
-from kvtool.config.run import RunOptions, WriteOptions
+from kvtool.config.run import DRAFTERS, RunOptions, WriteOptions
 from kvtool.drafts.drafter import Drafter
 from kvtool.engine.settings import MAX_DRAFT
 from kvtool.errors import KvtoolError, UsageError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
 
-_LOOKUP, _MTP, _OFF = "lookup", "mtp", "off"
+_LOOKUP, _MTP, _OFF = DRAFTERS
 
 _STATE_BYTES = 256 * 2**20
 """Maximum number of bytes that copies of recurrent states may take on the device."""
@@ -36,8 +36,6 @@ def max_draft_tokens(run: RunOptions, layers: Layers, kind: type[Policy], n_batc
     """
     if not isinstance(run, WriteOptions) or run.draft == _OFF:
         return 0
-    if not run.draft:
-        raise UsageError("--draft is empty; give lookup, mtp, off or a model")
     obstacle = ""
     if not layers.can_drop:
         obstacle = "this model, which cannot drop draft tokens"

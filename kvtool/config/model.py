@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import ALL_LAYERS, RunOptions
-from kvtool.errors import OutOfMemory, UsageError
+from kvtool.errors import OutOfMemory
 from kvtool.llama.loaded.placement import Placement
 from kvtool.models import resolve
 from kvtool.models.header import ModelInfo, read
@@ -33,7 +33,7 @@ Find = Callable[[str | None], Path]
 def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
     """Return the header of the model. name: the value of --model. Raises KvtoolError."""
     if name == "":
-        raise UsageError("the model's name is empty; leave out --model for the default")
+        resolve.check_name(name)
     return resolve.check(find(name))
 
 

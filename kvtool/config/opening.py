@@ -124,7 +124,6 @@ def check(run: RunOptions) -> policies.PolicySpec:
             )
         spec = spec._replace(evict_every=None)
     check_read_once(run, run.policy)
-    _checkpoint_bytes(run)
     archive.check(run, {run.policy: spec.kind})
     return spec
 
@@ -161,15 +160,11 @@ def replace_recall(run: RunOptions, kind: type[Policy], layers: Layers) -> tuple
 def _checkpoint_bytes(run: RunOptions) -> int | None:
     """Return the limit of the checkpoints in bytes, or None for the default.
 
-    The limit is 0 for runs that never go back to an earlier state. Raises UsageError if --checkpoints is not
-    a size.
+    The limit is 0 for runs that never go back to an earlier state.
     """
     if not isinstance(run, ChatOptions):
         return 0
-    try:
-        return None if run.checkpoints is None else parse_bytes(run.checkpoints)
-    except UsageError:
-        raise UsageError(f"--checkpoints is a size (512MiB), or 0, got {run.checkpoints!r}") from None
+    return None if run.checkpoints is None else parse_bytes(run.checkpoints)
 
 
 def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draft: int = 0) -> Settings:

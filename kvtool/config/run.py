@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from kvtool import policies
+from kvtool.config import sizes
 from kvtool.engine.settings import FLASH, POSITIONS, PREFILLS
 from kvtool.errors import UsageError
 from kvtool.llama.loaded.adapters import Adapter, adapter_texts
@@ -28,9 +31,11 @@ from kvtool.options import (
     option,
     redeclared,
     repeated,
+    tested,
     unless,
 )
-from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MAX_RESIDENT, MAX_THREADS
+from kvtool.system.texts import check_file
+from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, MAX_RESIDENT, MAX_THREADS, parse_bytes
 
 POLICY, INSTEAD = "recall", "h2o"
 """The default policy, and its replacement for runs in which recall does not work.
@@ -50,6 +55,44 @@ _cache_option = partial(option, group=CACHE, in_session=True, in_record=True)
 _type_option = partial(_cache_option, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
 _hardware_option = partial(option, group=HARDWARE)
+
+DRAFTERS = ("lookup", "mtp", "off")
+"""Values of --draft that are not the name of a model."""
+
+
+def _check_budget(text: str) -> None:
+    # with this trained context, no share is less than 1 token
+    sizes.parse(text, sys.maxsize)
+
+
+def _check_workers(text: str) -> None:
+    # imported here, because it imports `socket`, and most runs have no workers
+    from kvtool.llama.libllama import endpoints
+
+    endpoints.parse(text)
+
+
+def _find_model(name: str) -> None:
+    # imported here, because most commands do not check a name without opening the model
+    from kvtool.models import resolve
+
+    resolve.check_name(name)
+
+
+def _find_draft(name: str) -> None:
+    if name not in DRAFTERS:
+        _find_model(name)
+
+
+def _check_draft(name: str) -> None:
+    if not name:
+        raise UsageError("--draft is empty; give lookup, mtp, off or a model")
+
+
+def _template_file(raw: str | None, name: str) -> str | None:
+    path = raw and os.path.abspath(os.path.expanduser(raw))
+    tested(check_file)(path, name)
+    return path
 
 
 @dataclass(frozen=True)
@@ -76,6 +119,7 @@ class RunOptions(Options):
         "Eviction policy: which tokens stay in the cache. A name (kvtool policies) or a Python file.",
         group=CACHE,
         completes="policies",
+        read=tested(policies.check_name),
     )
     budget: str | None = _cache_option(
         "--budget SIZE",
@@ -83,6 +127,7 @@ class RunOptions(Options):
         "Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
         "or bytes (64M or 64MiB).",
         default_text="{default_recall:,} tokens; {default_budget:,} with a policy that forgets",
+        read=tested(_check_budget),
         in_record=False,
     )
     options: tuple[str, ...] = _cache_option(
@@ -122,6 +167,7 @@ class RunOptions(Options):
         "Model: a name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
         default_text="{model}",
         completes="models",
+        find=_find_model,
     )
     lora: tuple[str, ...] = _hardware_option(
         "--lora FILE[:SCALE]",
@@ -129,6 +175,7 @@ class RunOptions(Options):
         "Add a LoRA adapter (GGUF), times SCALE, to the model's weights. Repeatable.",
         default_text=False,
         read=adapter_texts,
+        find=lambda text: Adapter.parse(text).check_exists(),
         in_session=True,
     )
     chat_template: str | None = _hardware_option(
@@ -136,7 +183,7 @@ class RunOptions(Options):
         None,
         "Use the chat template (Jinja) in this file.",
         default_text="the model's own",
-        read=lambda raw, flag: raw and os.path.abspath(os.path.expanduser(raw)),
+        read=_template_file,
         in_session=True,
     )
     n_ctx: int | None = _cache_option(
@@ -216,6 +263,7 @@ class RunOptions(Options):
         "--rpc HOST:PORT,...",
         None,
         "Spread layers and cache over other machines, on which kvtool worker runs.",
+        read=tested(_check_workers),
     )
     type_k: str = _type_option(
         "-ctk, --cache-type-k TYPE",
@@ -235,6 +283,7 @@ class RunOptions(Options):
         "With --policy recall: limit of the archive, in tokens (20000) or bytes (2GiB).",
         group=ARCHIVE,
         default_text="a quarter of the free memory; half of the disk's free space with --archive-file",
+        read=tested(sizes.parse_archive),
     )
     archive_file: str | None = option(
         "--archive-file PATH",
@@ -243,6 +292,7 @@ class RunOptions(Options):
         "The file does not appear in the folder, and its space is freed when kvtool ends.",
         group=ARCHIVE,
         default_text="host memory",
+        read=tested(sizes.check_archive_file),
     )
     archive_type: str = _type_option(
         "--archive-type TYPE",
@@ -342,6 +392,8 @@ class WriteOptions(RunOptions):
         "the text so far. Where lookup finds nothing, mtp takes them from the model's own layers for "
         "multi-token prediction, and MODEL from a smaller model of the same vocabulary.",
         completes="models",
+        read=tested(_check_draft),
+        find=_find_draft,
         aliases=("-md", "--model-draft"),
     )
 
@@ -356,6 +408,7 @@ class ChatOptions(WriteOptions):
         "With sliding or recurrent layers, or a policy that forgets: limit of the host memory for earlier "
         "states, so that an undo or an edited message need not read the whole chat again. 0: none.",
         default_text="the larger of 8 states and, for small states, 1/16 of the free memory",
+        read=tested(parse_bytes),
     )
 
 

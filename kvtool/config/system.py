@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.errors import UsageError
-from kvtool.options import Options, option
-from kvtool.system.texts import read_text, utf8
+from kvtool.options import Options, option, tested
+from kvtool.system.texts import check_file, read_text, utf8
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class SystemOptions(Options):
         "--system-file FILE",
         None,
         "Read the system prompt from this file.",
+        read=tested(check_file),
         aliases=("-sysf", "--system-prompt-file"),
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool import policies
-from kvtool.config import archive, budget
+from kvtool.config import archive, budget, sizes
 from kvtool.config.opening import check_read_once, settings_of
 from kvtool.config.run import ScoreOptions
 from kvtool.engine.checks import check
@@ -225,7 +225,7 @@ def _run(
         n = common.n_ctx if spec.kind.evicts else min(common.n_ctx, common.n_tokens)
         size = budget.in_cells(n, n_ctx_train)
     else:
-        size = budget.parse(typed_budget, n_ctx_train)
+        size = sizes.parse(typed_budget, n_ctx_train)
     fitted = budget.fit(spec, chosen, size, layers)
     choose_flash(chosen.flash, kind, layers.has_alibi)
     if spec.kind.evicts:

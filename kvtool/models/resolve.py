@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.errors import ModelError
+from kvtool.errors import ModelError, UsageError
 from kvtool.models.catalogue import Entry, registry, unknown
 from kvtool.models.header import ModelInfo, read
 from kvtool.models.split import first_part
@@ -42,12 +42,8 @@ def pull(name: str, progress: Progress | None = None, *, paths: bool = False) ->
         from kvtool.models import download
 
         return download.pull(entry, progress)
-    if paths and exists(name):
-        path = Path(name).expanduser()
-        if path.is_dir():
-            raise ModelError(f"{name} is a folder; name the GGUF file in it")
-        if path.is_file():
-            return first_part(path)
+    if paths and _is_file(name):
+        return first_part(Path(name).expanduser())
 
     from kvtool.models import hub, web
 
@@ -58,10 +54,32 @@ def pull(name: str, progress: Progress | None = None, *, paths: bool = False) ->
     raise ModelError(_unknown(name, entries, or_file=paths))
 
 
+def check_name(name: str) -> None:
+    """Raise ModelError if a name is not in models.txt and is not a file, a URL or a repository.
+
+    Raises UsageError for an empty name. Nothing is downloaded, so a URL or repository may not exist.
+    """
+    if name == "":
+        raise UsageError("the model's name is empty; leave out --model for the default")
+    if name in (entries := registry()) or _is_file(name):
+        return
+
+    from kvtool.models import hub, web
+
+    if not (web.is_url(name) or hub.parse(name)):
+        raise ModelError(_unknown(name, entries, or_file=True))
+
+
+def _is_file(name: str) -> bool:
+    return exists(name) and Path(name).expanduser().is_file()
+
+
 def _unknown(name: str, entries: dict[str, Entry], *, or_file: bool) -> str:
     from kvtool.models import hub
 
     path = os.path.expanduser(name)
+    if or_file and exists(name) and os.path.isdir(path):
+        return f"{name} is a folder; name the GGUF file in it"
     if exists(name):
         if not os.path.isfile(path) and not os.path.isdir(path):
             return f"{name} is not a regular file; name a GGUF file"

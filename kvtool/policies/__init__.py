@@ -35,12 +35,20 @@ def load(name: str) -> type[Policy]:
     """Return the policy class for a name or file. Raises UsageError, which suggests similar names."""
     if name.endswith(".py"):
         return _load_file(Path(name))
-    if name in names():
-        policy: type[Policy] = import_module(f"kvtool.policies.{name}").POLICY
-        return policy
-    if os.path.exists(name) or os.path.basename(name) != name:
-        raise UsageError(f"{name} is not a policy; the file of a policy ends in .py")
-    raise UsageError(f"unknown policy {name!r}.{suggestion(name, names())} See `kvtool policies`.")
+    check_name(name)
+    policy: type[Policy] = import_module(f"kvtool.policies.{name}").POLICY
+    return policy
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError if there is no policy with this name or file. The file is not executed."""
+    if name.endswith(".py"):
+        if not os.path.isfile(name):
+            raise UsageError(f"no policy file {Path(name)}")
+    elif name not in names():
+        if os.path.exists(name) or os.path.basename(name) != name:
+            raise UsageError(f"{name} is not a policy; the file of a policy ends in .py")
+        raise UsageError(f"unknown policy {name!r}.{suggestion(name, names())} See `kvtool policies`.")
 
 
 def file_sha256(name: str) -> str | None:
@@ -57,9 +65,10 @@ def _load_file(path: Path) -> type[Policy]:
     # module names
     folder = hashlib.sha256(os.fsencode(path.resolve().parent)).hexdigest()[:12]
     name = f"kvtool_policy_{path.stem}_{folder}"
+    check_name(str(path))
     spec = spec_from_file_location(name, path)
-    if not (path.is_file() and spec and spec.loader):
-        raise UsageError(f"no policy file {path}")
+    assert spec
+    assert spec.loader
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -5,6 +5,7 @@ The lines of prompts and chats end with LF. A text that is measured keeps its li
 
 from __future__ import annotations
 
+import os
 import sys
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Iterator, Mapping
@@ -167,3 +168,12 @@ def read_text(file: str) -> str:
     """Return the text of a file, or of stdin for "-", with line ends as LF. Raises InputError."""
     with closing(TextSource(file)) as source:
         return with_lf(source.start())
+
+
+def check_file(file: str) -> None:
+    """Raise InputError if a file cannot be read or is not text in UTF-8.
+
+    A pipe is only looked for, because it can be read only once.
+    """
+    if not is_stdin(file) and (not exists(file) or os.path.isfile(os.path.expanduser(file))):
+        read_text(file)

@@ -413,7 +413,9 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
     chat.say(" more")
     assert user_messages(path) == ["one more"]
     assert not path.with_name("chat.kv.1").exists()
-    assert "there is nothing to undo" in chat.say("/undo 9") + chat.say("/undo")
+    assert chat.say("/undo 9") == "/undo can take back at most 1 change, not 9"
+    assert user_messages(path) == ["one more"]
+    assert "there is nothing to undo" in chat.say("/undo") + chat.say("/undo 9")
 
 
 def test_editor_that_does_not_start_gets_one_line(terminal):

@@ -118,6 +118,15 @@ def test_missing_library_is_a_problem(run, monkeypatch):
     assert "no libllama" in report["problems"][0]["wrong"]
 
 
+def test_command_that_builds_a_missing_library_is_shown_once(run, monkeypatch):
+    def fails():
+        raise LibraryError(f"there is no llama.cpp yet; build it: {paths.build_command()}")
+
+    monkeypatch.setitem(sys.modules, "kvtool.llama.libllama.devices", SimpleNamespace(library_info=fails))
+    out = run(1, f"problem: there is no llama.cpp yet\n  fix it with: {paths.build_command()}")
+    assert out.count(paths.build_command()) == 1
+
+
 def test_unlinked_kernels_are_noted(run):
     assert "not linked" not in run(0)
     paths.kernel_library().unlink()

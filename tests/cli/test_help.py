@@ -279,7 +279,7 @@ def test_every_suggested_command_exists():
         (["--budget", "0.001%"], "is less than 1 token"),
         (["--budget", "64Mi"], "--budget is a number of tokens (512)"),
         (
-            ["--system", "a", "--system-file", "b"],
+            ["--system", "a", "--system-file", os.devnull],
             "--system and --system-file are both given; leave out one of them",
         ),
     ],
@@ -298,7 +298,7 @@ def test_value_out_of_range_gets_one_line(smollm2, words, said):
             "--system is for the chat template, which --raw leaves out; leave out one of them",
         ),
         (
-            ["generate", "x", "--raw", "--system-file", "y"],
+            ["generate", "x", "--raw", "--system-file", os.devnull],
             "--system-file is for the chat template, which --raw leaves out; leave out one of them",
         ),
         (

@@ -14,7 +14,8 @@ from typer.main import get_command
 
 from kvtool import policies
 from kvtool.cli import app, settings
-from kvtool.errors import UsageError
+from kvtool.errors import InputError, UsageError
+from kvtool.system.texts import check_file
 from tests.cli.called import one_line
 from tests.cli.test_cli import kvtool
 
@@ -322,11 +323,11 @@ def test_config_shows_each_setting_and_its_source(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
     monkeypatch.setenv("KVTOOL_BUDGTE", "4")
     # `kvtool config` ignores this variable for its own -m
-    monkeypatch.setenv("KVTOOL_MODEL", "other")
+    monkeypatch.setenv("KVTOOL_MODEL", "hf:a/other")
     done = kvtool("config", "--json")
     rows = json.loads(done.stdout)["settings"]
     assert {"command": "all", "option": "--budget", "value": 512, "source": f"{path}: budget"} in rows
-    assert {"command": "all", "option": "--model", "value": "other", "source": "$KVTOOL_MODEL"} in rows
+    assert {"command": "all", "option": "--model", "value": "hf:a/other", "source": "$KVTOOL_MODEL"} in rows
     assert {"command": "chat", "option": "--seed", "value": "3", "source": "$KVTOOL_CHAT_SEED"} in rows
     assert [row["value"] for row in rows if row["command"] == "models smollm2-135m generate"] == [0.125]
     assert done.stderr.startswith(
@@ -375,6 +376,114 @@ def test_config_refuses_invalid_values_of_the_file(file):
     one_line(kvtool("config"), 2, f"{path}: budget: --budget is a number of tokens (512), ")
     path = file("[chat]\ntop-p = 7")
     one_line(kvtool("config"), 2, f"{path}: [chat] top-p must be in 0..1, got 7")
+
+
+REFUSED = {
+    "ALLOW_ORIGIN": ("a.b", 2, "must be like https://example.com"),
+    "API_KEY_FILE": ("banana", 5, "cannot read banana: No such file or directory"),
+    "ARCHIVE": ("banana", 2, "--archive is a number of tokens (20000) or bytes (2GiB), got 'banana'"),
+    "ARCHIVE_FILE": ("/", 2, "--archive-file '/' is a folder; name a new file"),
+    "BUDGET": ("12 bananas", 2, "--budget is a number of tokens (512), "),
+    "CHAT_TEMPLATE": ("/banana", 5, "cannot read /banana: No such file or directory"),
+    "CHECKPOINTS": ("banana", 2, "a size is a number with a unit "),
+    "DRAFT": ("banana", 3, "unknown model 'banana'"),
+    "HOST": ("::1", 2, "the host must be a name or an IPv4 address, got ::1"),
+    "LORA": ("/banana", 3, "there is no adapter /banana; "),
+    "MODEL": ("banana", 3, "unknown model 'banana' (and no such file)."),
+    "POLICY": ("h20", 2, "unknown policy 'h20'. Did you mean h2o?"),
+    "RPC": ("banana", 2, "a worker is host:port, host:50052 for example, got 'banana'"),
+    "SESSIONS_BYTES": ("5 bananas", 2, "a size is a number with a unit "),
+    "SYSTEM_FILE": ("banana", 5, "cannot read banana: No such file or directory"),
+    "TENSOR_SPLIT": ("0", 2, "--tensor-split needs a share above 0, got '0'"),
+}
+"""Values that `kvtool serve` refuses: the exit code, and the end of the message."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_config_and_doctor_refuse_the_values_that_a_command_refuses(file, monkeypatch, name):
+    value, exit_code, words = REFUSED[name]
+    key = name.lower().replace("_", "-")
+
+    def refused(source):
+        for command in (("config",), ("config", "serve")):
+            done = kvtool(*command)
+            one_line(done, exit_code, words)
+            assert done.stderr.startswith(f"kvtool: {source}")
+        # without the model, `serve` cannot come to these options
+        if name not in ("DRAFT", "LORA"):
+            done = kvtool("serve")
+            one_line(done, exit_code, words)
+            assert f"(--{key} is set by {source})" in done.stderr
+
+    path = file(f"[serve]\n{key} = '{value}'")
+    refused(f"{path}: [serve] {key}")
+    assert problems(f"{path}: [serve] {key}") == ['$EDITOR "$(kvtool config --path)"']
+    file("")
+    monkeypatch.setenv(f"KVTOOL_{name}", value)
+    refused(f"$KVTOOL_{name}")
+    assert problems(f"$KVTOOL_{name}") == [f"unset KVTOOL_{name}"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value", "words"),
+    [
+        ("bench", "DEPTHS", "banana", "--depths takes numbers of tokens"),
+        ("compare", "POLICIES", "h2o,h20", "unknown policy 'h20'"),
+        ("compare", "BUDGETS", "128,banana", "--budget is a number of tokens (512), "),
+        ("compare", "TYPES", "f17", "--types must name some of "),
+        ("generate", "FILE", "banana", "cannot read banana"),
+        ("models_show", "FIT", "banana", "a size is a number with a unit "),
+        ("models_show", "DEVICE", "1KiB", "--device is the memory of a GPU"),
+        ("worker", "MEM", "0", "--mem must be above 0"),
+        ("chat", "STOP", "banana", None),
+        ("chat", "LOGIT_BIAS", "5+99999999999", "--logit-bias of token 5 must be in "),
+    ],
+)
+def test_config_checks_options_of_other_commands(file, monkeypatch, command, name, value, words):
+    file("")
+    variable = f"KVTOOL_{command.upper()}_{name}"
+    monkeypatch.setenv(variable, value)
+    assert problems(f"${variable}") == ([f"unset {variable}"] if words else [])
+    for arguments in (("config",), ("config", *command.split("_"))):
+        done = kvtool(*arguments)
+        assert (done.returncode == 0) == (words is None)
+        assert words is None or words in done.stderr
+
+
+def test_argument_that_names_a_model_replaces_the_model_of_a_setting(file, tmp_path):
+    file('model = "banana"')
+    one_line(kvtool("chat", tmp_path / "none.gguf"), 3, f"there is no file {tmp_path}/none.gguf\n")
+
+
+def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypatch):
+    path = file(
+        'parallel = "x"\nqueue = 0\n[banana]\n[models.a.generate]\ntop-p = 7\n[serve]\nprot = 1\nport = -1'
+    )
+    monkeypatch.setenv("KVTOOL_POLICY", "banana")
+    found = [each["wrong"] for each in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
+    starts = (
+        f"{path}: parallel must be a whole number, got 'x'",
+        f"{path}: queue must be at least 1, got 0",
+        f"{path}: [banana] is not a command.",
+        f"{path}: [models.a.generate] top-p must be in 0..1, got 7",
+        f"{path}: [serve] prot is not an option. Did you mean ",
+        f"{path}: [serve] port must be in 0..65535, got -1",
+        "$KVTOOL_POLICY: unknown policy 'banana'.",
+    )
+    ours = [each for each in found if re.search("config|KVTOOL_", each)]
+    assert len(ours) == len(starts)
+    assert all(each.startswith(start) for each, start in zip(ours, starts, strict=True))
+    assert not any("\n" in each for each in ours)
+
+
+def test_pipe_is_not_read_while_options_are_checked(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # this would wait for a writer if it opened the pipe
+    check_file(str(pipe))
+    (tmp_path / "text").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="is not UTF-8"):
+        check_file(str(tmp_path / "text"))
 
 
 def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeypatch):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvtool import open_run
-from kvtool.config import archive
+from kvtool.config import archive, sizes
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.llama.cache.archive import Archive
@@ -404,14 +404,13 @@ def test_archive_file_in_a_read_only_folder_is_refused(tmp_path, monkeypatch):
     with pytest.raises(
         UsageError, match=f"cannot be created: no permission to write to {tmp_path}; name a new"
     ):
-        archive.check_file(str(tmp_path / "file"))
+        sizes.check_archive_file(str(tmp_path / "file"))
 
 
 def test_archive_file_is_refused_on_windows(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(UsageError, match="^--archive-file does not work on Windows yet; leave it out$"):
-        archive.check_file("file")
-    archive.check_file(None)
+        sizes.check_archive_file("file")
 
 
 def test_limit_of_an_archive_file_is_compared_with_free_disk_space(monkeypatch, tmp_path):

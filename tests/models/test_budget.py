@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from kvtool.config import budget
+from kvtool.config import sizes
 from kvtool.errors import UsageError
 from kvtool.models.layers import Kind, Layer, Layers
 
@@ -32,7 +32,7 @@ bytes.
 
 
 def parse(text, layers=PLAIN, n_batch=64, **types):
-    return budget.parse(text, N_CTX_TRAIN).cells(layers, n_batch, **types)
+    return sizes.parse(text, N_CTX_TRAIN).cells(layers, n_batch, **types)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_budget_is_tokens_or_a_share_rounded_down(text, n):
     # tokens and shares do not depend on the model's layers
     for layers in (PLAIN, HYBRID):
         assert parse(text, layers) == (n, 64)
-    assert not budget.parse(text, N_CTX_TRAIN).in_bytes
+    assert not sizes.parse(text, N_CTX_TRAIN).in_bytes
 
 
 @pytest.mark.parametrize("text", ["32.3%", "64.1%", "64.6%", "65.1%"])
@@ -52,7 +52,7 @@ def test_share_of_the_context_has_no_rounding_error(text):
 
 
 def test_share_of_a_prompt_is_rounded_down():
-    assert [budget.share(Decimal(50), n) for n in range(200)] == [n // 2 for n in range(200)]
+    assert [sizes.share(Decimal(50), n) for n in range(200)] == [n // 2 for n in range(200)]
 
 
 def test_byte_budget_gives_multiples_of_256_cells_up_to_the_context():

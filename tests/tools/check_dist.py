@@ -142,7 +142,8 @@ def with_build(place: Place, wheels: list[Path]) -> list[object]:
     assert root == "None", root
     assert Path(file).resolve().is_relative_to(place.folder.resolve()), file
     assert place.run(*kvtool, "perplexity", "-", stdin=TEXT, codes=(4,)) == ""
-    assert "there is no llama.cpp yet; build it: kvtool build" in place.run(*kvtool, "doctor", codes=(1,))
+    doctor = place.run(*kvtool, "doctor", codes=(1,))
+    assert "problem: there is no llama.cpp yet\n  fix it with: kvtool build" in doctor
     listed = place.run(*kvtool, "models", "list", "--all", env={"COLUMNS": "200"})
     assert all(name in listed for name in registry()), listed
     shown = json.loads(place.run(*kvtool, "policies", "--json"))

@@ -16,7 +16,7 @@ from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.options import Options, Range, option, redeclared
+from kvtool.options import Options, Range, option, redeclared, tested
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
@@ -43,12 +43,29 @@ class _BenchRun(RunOptions):
     verbose: int = redeclared(RunOptions, "verbose", help="-vv shows llama.cpp's log.")
 
 
+def _depths(text: str) -> list[int]:
+    """Parse a value of --depths into numbers of tokens, without duplicates. Raises UsageError."""
+    depths = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        match = re.fullmatch("([0-9]{1,9})(k?)", part.lower())
+        n = int(match[1]) * (1024 if match[2] else 1) if match else None
+        if n is None:
+            raise UsageError(f"--depths takes numbers of tokens, such as 512,8k, got {part!r}")
+        if not _MIN_DEPTH <= n <= _MAX_DEPTH:
+            raise UsageError(f"a depth of --depths must be in {_MIN_DEPTH}..{_MAX_DEPTH}, got {n}")
+        depths.append(n)
+    if not depths:
+        raise UsageError("--depths names no depth; give some, such as 512,8k")
+    return list(dict.fromkeys(depths))
+
+
 @dataclass(frozen=True)
 class _BenchOptions(Options):
     depths: str = option(
         "--depths LIST",
         "512,8k,32k",
         "Lengths of the stream before a measurement, in tokens, separated by commas; 8k is 8,192.",
+        read=tested(_depths),
     )
     rounds: int = option("--rounds N", 5, "Maximum number of rounds per row.", valid=Range(1))
     seconds: float = option(
@@ -57,21 +74,6 @@ class _BenchOptions(Options):
         "Time after which no further round of a row starts, in seconds.",
         valid=Range(0.001, 1_000_000),
     )
-
-    def n_tokens(self) -> list[int]:
-        """Parse --depths into numbers of tokens, without duplicates. Raises UsageError."""
-        depths = []
-        for part in filter(None, map(str.strip, self.depths.split(","))):
-            match = re.fullmatch("([0-9]{1,9})(k?)", part.lower())
-            n = int(match[1]) * (1024 if match[2] else 1) if match else None
-            if n is None:
-                raise UsageError(f"--depths takes numbers of tokens, such as 512,8k, got {part!r}")
-            if not _MIN_DEPTH <= n <= _MAX_DEPTH:
-                raise UsageError(f"a depth of --depths must be in {_MIN_DEPTH}..{_MAX_DEPTH}, got {n}")
-            depths.append(n)
-        if not depths:
-            raise UsageError("--depths names no depth; give some, such as 512,8k")
-        return list(dict.fromkeys(depths))
 
 
 @options
@@ -83,7 +85,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     keys and values of a few tokens: the speed is real, the text is not. Rows are measured in turns. Ctrl-C
     stops and prints the rows measured so far.
     """
-    depths = args.n_tokens()
+    depths = _depths(args.depths)
 
     from kvtool.config import archive
     from kvtool.config.model import loaded_model

@@ -158,9 +158,10 @@ class Commands:
 
     def _undo(self, text: str) -> None:
         n = show.count(text, 1, "/undo takes a number of changes, like /undo 2")
-        changes: list[str] = []
-        while len(changes) < n and (change := self.conversation.undo()) is not None:
-            changes.append(change)
+        n_all = len(self.conversation.undo_stack)
+        if 0 < n_all < n:
+            raise UsageError(f"/undo can take back at most {n_all} change{'s' * (n_all != 1)}, not {n}")
+        changes = [change for _ in range(min(n, n_all)) if (change := self.conversation.undo()) is not None]
         if not changes:
             n_turn = self.conversation.n_turn
             stay = f"/undo cannot go back further: the chat still has {turns(n_turn)}"
@@ -168,8 +169,6 @@ class Commands:
             return
         n_more = len(self.conversation.undo_stack)
         more = f"; /undo can take back {n_more} more" if n_more else ""
-        if len(changes) < n:
-            more = "; /undo cannot go back further"
         undone = (
             changes[0] if len(changes) == 1 else f"{len(changes)} changes, the oldest of them {changes[-1]}"
         )

@@ -18,11 +18,11 @@ from kvtool.cli import output
 from kvtool.cli.console import say, table_console
 from kvtool.cli.declared import JsonLines, options
 from kvtool.cli.locate import locate_model
-from kvtool.cli.progress import bytes_progress, runs_progress, stopping
+from kvtool.cli.progress import hashing_progress, runs_progress, stopping
 from kvtool.cli.texts import File, check_positions, first_tokens, source
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.options import CACHE, Options, Range, option
+from kvtool.options import CACHE, Options, Range, option, tested
 from kvtool.system.files import can_write
 from kvtool.system.texts import TextSource, json_text
 from kvtool.units import CACHE_TYPES
@@ -40,6 +40,25 @@ if TYPE_CHECKING:
 _listed = partial(option, group=CACHE)
 
 
+def _parts(text: str) -> list[str]:
+    """Return the parts of a list that is separated by commas. Empty parts are left out."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _check_policies(text: str) -> None:
+    from kvtool.measure.grid import split_policy
+
+    for part in _parts(text):
+        policies.check_name(split_policy(part)[0])
+
+
+def _check_budgets(text: str) -> None:
+    from kvtool.config.sizes import parse
+
+    for part in _parts(text):
+        parse(part, sys.maxsize)
+
+
 @dataclass(frozen=True)
 class _Grid(Options):
     policies: str | None = _listed(
@@ -48,11 +67,13 @@ class _Grid(Options):
         "Policies, separated by commas. Parameters follow colons: h2o:decay=0.999:window=64.",
         default_text="all",
         completes="policies",
+        read=tested(_check_policies),
     )
     budgets: str = _listed(
         "--budgets, --budget BUDGETS",
         "128,256,512",
         "Budgets, separated by commas: tokens per KV head (512), shares (10%) or bytes (64MiB).",
+        read=tested(_check_budgets),
     )
     types: str = _listed(
         "--types TYPES",
@@ -77,7 +98,7 @@ class _Grid(Options):
 
     def listed(self, name: str) -> list[str]:
         """Return the values of a comma-separated field."""
-        return [part.strip() for part in (getattr(self, name) or "").split(",") if part.strip()]
+        return _parts(getattr(self, name) or "")
 
 
 @dataclass(frozen=True)
@@ -134,7 +155,7 @@ def compare(
         guard()
         tokens, text_sha256, n_vocab, layers = _read(info, text, grid.max_tokens)
     name = Path(text.name).name
-    with bytes_progress(f"hashing {info.path.name}", piped=False) as progress:
+    with hashing_progress(info.path.name) as progress:
         identity = records.identity(run, info.path, progress) | {"text": name, "text_sha256": text_sha256}
     shared = archive.with_type(run, info).changed(
         model=str(info.path),

@@ -225,11 +225,11 @@ def _check_drawing(sampler: _EvalSampling, chosen: Task, task: str) -> None:
 
 def _check_budget(spec: PolicySpec, run: RunOptions, info: ModelInfo, n_ctx: int) -> None:
     """Raise UsageError for a budget that cannot work. Called before the model is loaded."""
-    from kvtool.config import budget
+    from kvtool.config import budget, sizes
 
     text = (run.budget or "").strip()
     if spec.kind.evicts and text.endswith("%"):
-        budget.percent(text)
+        sizes.percent(text)
         spec.smallest_budget()
     else:
         budget.fit_cells(spec, run, info, n_ctx)
@@ -243,7 +243,7 @@ def _policy_for(
     The function takes the lengths of the prompt and of the answer, in tokens. n_held: number of tokens that
     are never evicted.
     """
-    from kvtool.config import budget
+    from kvtool.config import budget, sizes
     from kvtool.engine.checks import for_model
 
     n_batch = run.n_batch or run.default_n_batch
@@ -251,12 +251,12 @@ def _policy_for(
         return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx)), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
-        fitted = budget.fit(spec, run, budget.parse(share, model.n_ctx_train), model.layers)
+        fitted = budget.fit(spec, run, sizes.parse(share, model.n_ctx_train), model.layers)
         say(fitted.note)
         return lambda n, n_answer: fitted.policy, fitted.n_batch
-    percent = budget.percent(share)
+    percent = sizes.percent(share)
     least = spec.smallest_budget(n_held, partial(for_model, model=model))
-    return lambda n, n_answer: spec.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
+    return lambda n, n_answer: spec.fit(max(min(sizes.share(percent, n), n_ctx), least)), n_batch
 
 
 def _reader(

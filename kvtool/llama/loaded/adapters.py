@@ -37,6 +37,13 @@ class Adapter(NamedTuple):
     def __str__(self) -> str:
         return f"{self.path}:{self.scale!r}"
 
+    def check_exists(self) -> None:
+        """Raise ModelError if there is no such file."""
+        if not os.path.exists(self.path):
+            raise ModelError(
+                f"there is no adapter {self.path}; --lora takes FILE or FILE:SCALE, once for each"
+            )
+
     def check(self, model: str, architecture: str) -> None:
         """Raise ModelError unless the file is a complete LoRA adapter for models of this architecture.
 
@@ -46,10 +53,7 @@ class Adapter(NamedTuple):
         from kvtool.models.gguf import constants
         from kvtool.models.header import read_file
 
-        if not os.path.exists(self.path):
-            raise ModelError(
-                f"there is no adapter {self.path}; --lora takes FILE or FILE:SCALE, once for each"
-            )
+        self.check_exists()
         keys = constants.Keys
         header = read_file(self.path).metadata
         if (header.get(keys.General.TYPE), header.get(keys.Adapter.TYPE)) != ("adapter", "lora"):
