@@ -132,7 +132,7 @@ def test_unlimited_thought_ends_at_the_models_end_tag(models, kind):
             assert token in fitting(constraint, model), (n, text)
             assert constraint.accept(token)
         assert {*fitting(constraint, model).tolist()} == {*Vocabulary.of(model).ends}
-        assert parts(model, tokens, tags, header) == (thought, gap + '{"city": "Nice"}', True)
+        assert parts(model, tokens, tags, header) == (thought, '{"city": "Nice"}', True)
 
 
 def test_end_token_is_forbidden_in_a_thought_if_an_answer_is_required(models):
