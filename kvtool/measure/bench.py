@@ -121,6 +121,8 @@ class Row:
 
         what, policy, budget, flash, cache_type, resident, depth
             See `CacheConfig` and `Row`. `what` is the name of the configuration.
+        rounds, n_read
+            Number of rounds, and of tokens read in each.
         read_tokens_per_s, write_tokens_per_s, first_s
             Object with median, min and max of the rounds; null if nothing was measured.
         device_bytes

@@ -86,11 +86,8 @@ def test_rewound_stream_equals_one_that_read_no_more(tiny_model, share_of, searc
 
 
 @pytest.mark.parametrize("arch", ["llama", "deepseek2", "deepseek32", "qwen2vl", "refact", "gpt2"])
-@pytest.mark.parametrize("has_patch", [True, False])
-def test_full_rewinds_to_any_token(tiny_model, unpatch, arch, has_patch):
+def test_full_rewinds_to_any_token(tiny_model, arch):
     n_ctx = 256
-    if not has_patch:
-        unpatch()
     policy = policies.fit("full", n_ctx)
     path = tiny_model(arch, n_ctx_train=n_ctx)
     with open_engine(path, policy, n_batch=16) as engine, open_engine(path, policy, n_batch=16) as fresh:

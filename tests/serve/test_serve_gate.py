@@ -258,7 +258,7 @@ def test_api_key_file_without_a_key_is_refused(tmp_path):
     keys.write_text("# none yet\n")
     done = called("serve", "--api-key-file", keys)
     assert done.returncode == 2
-    assert done.stderr == f"kvtool: {keys} has no API key; write one key per line\n"
+    assert done.stderr == f"kvtool: --api-key-file: {keys} has no API key; write one key per line\n"
 
 
 def test_allow_origin_refuses_values_that_no_browser_sends():

@@ -136,7 +136,8 @@ class Commands:
         for command, its in OF_NAME.items():
             if its.words is not None and name[1:] in its.words():
                 return f". Did you mean {command} {name[1:]}?"
-        hint = suggestion(name, OF_NAME)
+        shown = {command[1:]: command for command in OF_NAME}
+        hint = suggestion(name[1:], shown, shown)
         return f".{hint}" if hint else "; /help lists them"
 
     def _help(self, topic: str) -> None:

@@ -69,7 +69,11 @@ INERT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     # the policy decides which tokens of a long chat stay
     "truncation": ("disabled",),
-    "context_management": ([], {}, {"edits": []}),
+    # Claude Code asks to keep all thoughts
+    "context_management": (
+        *([], {}, {"edits": []}),
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
 }
 """Fields of other servers that have no effect here, each with the values that can be ignored silently.
 
