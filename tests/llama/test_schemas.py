@@ -269,6 +269,23 @@ def test_one_of_is_read_as_any_of(vocabulary):
     assert not is_text_of(vocabulary, schema, '"a"')
 
 
+@pytest.mark.parametrize("more", [{}, {"minProperties": 1}])
+def test_required_that_is_no_list_is_refused(more):
+    with pytest.raises(Unenforced, match="Expected array for 'required'"):
+        enforced({"type": "object", "properties": {"a": {}}, "required": True} | more)
+
+
+def test_invalid_pattern_of_names_is_left_out():
+    schema = {"type": "object", "propertyNames": {"pattern": 5}, "additionalProperties": {"type": "null"}}
+    assert enforced(schema).not_held == ["propertyNames"]
+
+
+def test_names_of_an_invalid_list_forbid_all_properties(vocabulary):
+    schema = {"type": "object", "propertyNames": {"enum": 5}}
+    assert is_text_of(vocabulary, schema, "{}")
+    assert not is_text_of(vocabulary, schema, '{"a": 1}')
+
+
 @pytest.mark.parametrize("names", [{"enum": ["x", "y"]}, {"$ref": "#/$defs/k"}])
 def test_names_of_properties_are_listed(vocabulary, names):
     schema = {

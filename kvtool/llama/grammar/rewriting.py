@@ -216,13 +216,18 @@ class _Writer:
         others = new.get("additionalProperties", True)
         may_list = "patternProperties" not in new and isinstance(known, Mapping)
         if may_list and keywords - {"type"} in ({"enum"}, {"const"}):
-            texts = [names["const"]] if "const" in names else names["enum"]
+            texts = [names["const"]] if "const" in names else _listed(names, "enum")
             texts = [name for name in texts if isinstance(name, str)]
             allowed = [name for name in [*known, *texts] if name in texts]
             new["properties"] = {name: known.get(name, others) for name in allowed}
             new["additionalProperties"] = False
             del new["propertyNames"]
-        elif may_list and not known and keywords - {"type"} == {"pattern"}:
+        elif (
+            may_list
+            and not known
+            and keywords - {"type"} == {"pattern"}
+            and isinstance(names["pattern"], str)
+        ):
             new |= {"patternProperties": {names["pattern"]: others}, "additionalProperties": False}
             del new["propertyNames"]
         elif keywords or names is False:
@@ -251,11 +256,10 @@ class _Writer:
         llguidance would count only the properties that the schema does not name.
         """
         names, required = new.get("properties"), new.get("required", [])
-        if not isinstance(names, Mapping):
+        if not isinstance(names, Mapping) or not isinstance(required, list):
             return
-        optional = [name for name, part in names.items() if part is not False and name not in required]
-        for key in ("minProperties", "maxProperties") if optional else ():
-            if key in new:
+        if any(part is not False and name not in required for name, part in names.items()):
+            for key in {"minProperties", "maxProperties"} & new.keys():
                 self._leave_out(new, key, where)
 
     def _parts(self, new: Schema, where: str, *, is_alone: bool) -> None:
@@ -280,7 +284,7 @@ class _Writer:
 
     def _numbers(self, new: Schema, where: str) -> None:
         """Give integers both bounds, and leave out bounds that llguidance would round."""
-        are_integers = "integer" in _types(new) and "number" not in _types(new)
+        are_integers = _types(new) & {"integer", "number"} == {"integer"}
         for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
             bound = new.get(key)
             if isinstance(bound, bool) or not isinstance(bound, (int, float)) or abs(bound) < _MAX_EXACT:
@@ -313,11 +317,8 @@ def _check_integers(value: Any) -> None:
 
 def _types(schema: Schema) -> set[str]:
     types = schema.get("type")
-    return (
-        {types}
-        if isinstance(types, str)
-        else {name for name in _listed(schema, "type") if isinstance(name, str)}
-    )
+    names = [types] if isinstance(types, str) else _listed(schema, "type")
+    return {name for name in names if isinstance(name, str)}
 
 
 def _listed(schema: Schema, key: str) -> list[Any]:
