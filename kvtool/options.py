@@ -224,6 +224,11 @@ def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
     return tuple(raw or ())
 
 
+def parts(text: str) -> list[str]:
+    """Return the parts of a list that is separated by commas. Empty parts are left out."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def tested(check: Callable[[str], object]) -> Callable[[Any, str], Any]:
     """Return a function that checks a text and returns it unchanged. Use the function as `Option.read`.
 

@@ -255,7 +255,10 @@ class Conversation:
         self.messages = [*map(dict, messages)]
         first = self.messages[0] if self.messages else {}
         self.system = (first.get("role") == "system" and first["content"]) or None
-        self.n_reply = sum(message["role"] == "assistant" for message in messages)
+        # the penalties count these replies, not the tokens that the sampler has sampled
+        replies = [message["content"] for message in self.messages if message["role"] == "assistant"]
+        self.writer.sampler.remember(replies)
+        self.n_reply = len(replies)
 
     def reread(self, messages: Sequence[Message], system: str | None = None) -> None:
         """Start with the messages of another chat, which another model may have written.
@@ -271,8 +274,6 @@ class Conversation:
             first, rest = [], messages
         self._set_system("".join(each["content"] for each in first) if system is None else system)
         self.set_messages([*self.messages, *map(_with_own_thought, rest)])
-        replies = [each["content"] for each in self.messages if each["role"] == "assistant"]
-        self.writer.sampler.remember(replies)
         if self.n_turn:
             self._postpone_past()
             self._mark_last_turn()

@@ -136,7 +136,7 @@ def read_messages(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         messages: Any = None
         with suppress(ValueError, RecursionError):
             messages = json.loads(data + file.read())
-    if not (contents.are_messages(messages)):
+    if not contents.are_messages(messages):
         wanted = "a JSON list of messages, each with role and content"
         raise SessionError(f"{path} is neither a session nor {wanted}; name another file")
     return messages, None

@@ -355,7 +355,7 @@ def _is_known(key: str, root: Any) -> bool:
 
 
 def all_options(root: Any) -> list[Any]:
-    """Slow: it imports all commands."""
+    """Import all commands, which is slow, and return their options."""
     return [param for _, command in all_commands(root) for param in options_of(command)]
 
 

@@ -51,7 +51,7 @@ class Engine:
     Attributes
     ----------
     policy
-        If the constructor's policy recalls, the result of its method `for_model`.
+        The constructor's policy. If it recalls, the result of its method `for_model`.
     prefill
         How a prompt is read: "stream", "whole" or "exact" (see `Settings`).
     n_ctx, n_cell, n_batch

@@ -38,6 +38,8 @@ class PolicyCache:
         The policy's state of each cell: arrays [row, cell, ...].
     n_planned
         Number of tokens in the stream (`Rows.n_past`) at the last plan.
+    n_pinned, n_held
+        Number of first tokens, and of newest tokens, that are never evicted.
     n_evicted
         Number of cells that all rows together have evicted so far.
     n_restart

@@ -32,7 +32,7 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
 
 
 def pull(name: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
-    """Like `resolve`, for a name that is not None. paths: True to also accept the path of a file."""
+    """Do what `resolve` does, for a name that is not None. paths: True to also accept a file's path."""
     entries = registry()
     if name in entries:
         entry = entries[name]

@@ -142,9 +142,10 @@ class BUZZ(Policy):
         return self.n_asked if self.kept else self.budget - self.slack
 
     def split(self, pinned: int = 0) -> dict[str, int]:
-        """`rest` is the threshold, minus pinned tokens that are not sinks.
+        """Return the parts of the budget (see `Policy.split`).
 
-        `slack` is 1, for the token that is being decoded.
+        `rest` is the threshold, minus pinned tokens that are not sinks. `slack` is 1, for the token that is
+        being decoded.
         """
         return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 

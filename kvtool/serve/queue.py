@@ -149,10 +149,9 @@ def stopped() -> ApiError:
 def answer(job: Job, handler: Callable[[Job], None]) -> None:
     """Let a handler answer a job. If the handler fails, only this job ends with an error."""
     try:
-        try:
-            handler(job)
-        except ApiError as error:
-            job.emit({"kind": "error", "error": error})
+        handler(job)
+    except ApiError as error:
+        job.emit({"kind": "error", "error": error})
     except Exception as error:  # noqa: BLE001
         # this is a bug in kvtool; report it, so that the client does not wait forever
         job.emit({"kind": "error", "error": internal_error(error)})

@@ -160,9 +160,6 @@ class Slot:
         if not prompt:
             return
         conversation.set_messages(request.messages)
-        # the penalties count the replies that the client sends back, not the tokens of this server's chats
-        replies = [message for message in request.messages if message["role"] == "assistant"]
-        self.writer.sampler.remember([str(message.get("content") or "") for message in replies])
         parser = _parser(rendering, request, callable_tools)
         begun = request.begun
         splitter = Splitter.behind(conversation.template.tags, begun) if begun else conversation.splitter()
@@ -232,7 +229,8 @@ class Slot:
         if not prompts.read(self.writer, request, tokens[n_cached:], after_step):
             return
         prompt_read = self._prompt_read(job.prompt_counts, started)
-        self.writer.sampler.remember([text])
+        # the penalties count the prompt
+        self.writer.sampler.resume(tokens.tolist(), self.writer.sampler.seed)
         self.writer.sampler.start(0)
         reply = Reply()
         job.emit({"kind": "read"})
@@ -274,7 +272,7 @@ class Slot:
 
     def _write(self, job: Job, request: Request, pieces: Pieces, reply: Reply) -> Written:
         """Write the reply, and emit an event for each piece."""
-        started, is_full = time.perf_counter(), False
+        started, is_cut = time.perf_counter(), False
         before = self.writer.n_drafted, self.writer.n_accepted
         try:
             with self._batcher.writing(self.engine), closing(pieces):
@@ -286,8 +284,8 @@ class Slot:
             # the answer ends here, because the cache is full
             if not self.writer.n_written:
                 raise
-            is_full = True
-        is_cut = is_full or self.writer.is_cut
+            is_cut = True
+        is_cut = is_cut or self.writer.is_cut
         # `_most_tokens` also limits an answer to the rest of the context
         is_full = is_cut and self.writer.n_written != request.n_max
         if is_full:

@@ -67,7 +67,7 @@ class Task(ABC):
         True if, by default, a prompt is a user's turn in the chat template. False if it is plain text.
     by
         Names of fields in an item's `about`. The summary has means for each value of these fields. Two fields
-        make a heat map.
+        make a table.
     packages
         Modules that the task needs. The extra `eval` installs them.
     uses_sampling
@@ -93,7 +93,7 @@ class Task(ABC):
 
     @property
     def uses_sampling(self) -> bool:
-        """True by default. Tasks that write nothing or have sampling parameters override this property."""
+        """True by default. Tasks that write nothing override this property."""
         return True
 
     @abstractmethod

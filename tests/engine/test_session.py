@@ -49,7 +49,11 @@ ENGINES = [
 
 
 # before the first token and before the first eviction, an engine of each kind of rows and of layers
-EARLY = [ENGINES[0], ENGINES[15], ENGINES[19]]
+EARLY = [
+    ("h2o", [], {}),
+    ("corm", ["history=24", "window=8"], {}),
+    ("h2o", [], {"arch": "lfm2", "n_ctx": 96}),
+]
 
 
 @pytest.mark.parametrize(("engine", "n_read"), [*product(ENGINES, [101]), *product(EARLY, [0, 30])], ids=str)

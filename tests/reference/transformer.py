@@ -186,7 +186,6 @@ class Stream:
         model,
         *,
         positions="original",
-        counter=0,
         t="stream",
         logn=False,
         observe=None,
@@ -200,7 +199,7 @@ class Stream:
         self.model = model
         self.positions = positions
         self.in_cache = positions == "in-cache"
-        self.counter = counter
+        self.counter = 0
         self.t = t
         self.logn = logn
         self.observe = observe
@@ -441,12 +440,10 @@ class Stream:
 class Result(NamedTuple):
     """Result of `run`.
 
-    nll f64[n - 1]: NLL of all tokens except the first. logits f64[n, n_vocab], or None. stream: the stream
-    after the text.
+    nll f64[n - 1]: NLL of all tokens except the first. stream: the stream after the text.
     """
 
     nll: np.ndarray
-    logits: np.ndarray | None
     stream: Stream
 
 
@@ -477,7 +474,6 @@ def run(
     n_batch=None,
     keep=None,
     pinned=0,
-    logits=False,
     ragged=False,
     n_made=0,
     **options,
@@ -494,7 +490,7 @@ def run(
     """
     stream = Stream(model, **options)
     n_live = None if budget is None else budget - (n_made or stream.recalled)
-    nll, kept_logits, at = [], [], 0
+    nll, at = [], 0
     while at < len(tokens):
         m = min(n_batch or slack or len(tokens), len(tokens) - at)
         if budget is not None:
@@ -508,14 +504,12 @@ def run(
         top = scored.max(axis=-1)
         total = np.log(np.exp(scored - top[:, None]).sum(axis=-1)) + top
         nll.append(total - scored[np.arange(len(targets)), targets])
-        if logits:
-            kept_logits.append(batch_logits)
         if budget is not None and (ragged or stream.n >= n_live):
             stream.evict(keep, pinned=pinned, budget=budget, slack=slack)
             counts = {len(row) for rows in stream.rows for row in rows}
             if len(counts) > 1 and not ragged:
                 raise ValueError(f"all rows must keep the same number of entries, got {sorted(counts)}")
-    return Result(np.concatenate(nll), np.concatenate(kept_logits) if logits else None, stream)
+    return Result(np.concatenate(nll), stream)
 
 
 def _half(x):

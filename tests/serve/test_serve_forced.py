@@ -31,9 +31,14 @@ def engine(tiny_model):
         yield engine
 
 
+def call_rules(engine, format):
+    places = [f"tools[{n}].function.parameters" for n in range(20)]
+    return CallRules(Vocabulary.of(engine.model), format, "", places)
+
+
 def forced(engine, format, tools, choice=None):
     """Return the rules that force a call. choice: a `Choice` that names a tool, or None for any tool."""
-    return CallRules(Vocabulary.of(engine.model), format).call(tools, choice and choice.name)
+    return call_rules(engine, format).call(tools, choice and choice.name)
 
 
 def written(engine, rules, next_logits, n=900):
@@ -250,7 +255,7 @@ def test_strict_tool_with_an_unenforceable_schema_is_an_error(engine, format, wh
 
 def test_great_constant_is_left_out_only_for_a_tool_that_is_not_strict(engine):
     schema = {"type": "object", "properties": {"x": {"const": 2**53 + 1}}, "required": ["x"]}
-    rules = CallRules(Vocabulary.of(engine.model), HERMES)
+    rules = call_rules(engine, HERMES)
     rules.call(check_tools([tool("f", schema)]))
     assert rules.remarks == [
         "tools[0].function.parameters.properties.x.const: const beyond 2^53 cannot be enforced"
@@ -275,7 +280,7 @@ def test_too_deep_schema_is_an_error_only_for_a_strict_tool(engine, format):
 @each_format
 def test_call_or_answer_grammar_accepts_both(engine, format):
     answer = enforced({"type": "object", "properties": {"city": {"enum": ["Nice"]}}}).rules
-    rules = CallRules(Vocabulary.of(engine.model), format).call_or(TOOLS, answer)
+    rules = call_rules(engine, format).call_or(TOOLS, answer)
     for call in (ZURICH, TRICKY, NOW):
         text = format.written([call])
         text = f"<|python_tag|>{text}" if format is LLAMA else text
@@ -287,7 +292,7 @@ def test_call_or_answer_grammar_accepts_both(engine, format):
 
 def begun(engine, format, tools=TOOLS, *, one_call=False):
     """Return the rules of calls that the model begins."""
-    return CallRules(Vocabulary.of(engine.model), format).begun(tools, one_call=one_call)
+    return call_rules(engine, format).begun(tools, one_call=one_call)
 
 
 def begins(text, then):

@@ -23,14 +23,6 @@ from kvtool.models.layers import Kind, Layer, Layers
 from tests.engine.running import open_engine, text
 
 N = 150
-TIMES = {
-    "tokens_per_s",
-    "seconds",
-    "cpu_s",
-    "plan_s",
-    "edit_s",
-}
-"""Fields that differ from run to run."""
 
 
 @pytest.fixture(autouse=True)

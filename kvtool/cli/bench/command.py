@@ -16,7 +16,7 @@ from kvtool.cli.locate import locate_model
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
-from kvtool.options import Options, Range, option, redeclared, tested
+from kvtool.options import Options, Range, option, parts, redeclared, tested
 from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
@@ -46,7 +46,7 @@ class _BenchRun(RunOptions):
 def _depths(text: str) -> list[int]:
     """Parse a value of --depths into numbers of tokens, without duplicates. Raises UsageError."""
     depths = []
-    for part in filter(None, map(str.strip, text.split(","))):
+    for part in parts(text):
         match = re.fullmatch("([0-9]{1,9})(k?)", part.lower())
         n = int(match[1]) * (1024 if match[2] else 1) if match else None
         if n is None:

@@ -22,7 +22,7 @@ from kvtool.cli.progress import hashing_progress, runs_progress, stopping
 from kvtool.cli.texts import File, check_positions, first_tokens, source
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.options import CACHE, Options, Range, option, tested
+from kvtool.options import CACHE, Options, Range, option, parts, tested
 from kvtool.system.files import can_write
 from kvtool.system.texts import TextSource, json_text
 from kvtool.units import CACHE_TYPES
@@ -40,22 +40,17 @@ if TYPE_CHECKING:
 _listed = partial(option, group=CACHE)
 
 
-def _parts(text: str) -> list[str]:
-    """Return the parts of a list that is separated by commas. Empty parts are left out."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def _check_policies(text: str) -> None:
     from kvtool.measure.grid import split_policy
 
-    for part in _parts(text):
+    for part in parts(text):
         policies.check_name(split_policy(part)[0])
 
 
 def _check_budgets(text: str) -> None:
     from kvtool.config.sizes import parse
 
-    for part in _parts(text):
+    for part in parts(text):
         parse(part, sys.maxsize)
 
 
@@ -98,7 +93,7 @@ class _Grid(Options):
 
     def listed(self, name: str) -> list[str]:
         """Return the values of a comma-separated field."""
-        return _parts(getattr(self, name) or "")
+        return parts(getattr(self, name) or "")
 
 
 @dataclass(frozen=True)
@@ -290,7 +285,7 @@ def _run(
             # the cache folder cannot be written: keep the file only until this command ends
             folder = stack.enter_context(TemporaryDirectory(prefix="kvtool-"))
             reference = Path(folder) / reference.name
-        n_cell = max(_n_cell(run, common.n_ctx) for run in missing)
+        n_cell = max(_n_cell(run, common.n_ctx) for run in (*missing, first) if run)
         model = stack.enter_context(loaded_model(common.options, file, n_cell=n_cell, say=say))
         # stdout is for the result: a user's policy may also print
         stack.enter_context(redirect_stdout(sys.stderr))

@@ -1,4 +1,4 @@
-"""A cache of any llama.cpp, patched or not, and the decode that fills it."""
+"""A cache for one sequence, and the decode that fills it."""
 
 from __future__ import annotations
 

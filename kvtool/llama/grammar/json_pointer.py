@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def names_in(pointer: str) -> list[str]:
+    """Return the names of a JSON pointer, without its escapes."""
+    return [name.replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:]]
+
+
 def at_pointer(root: Any, pointer: str) -> Any:
     """Return the value at a JSON pointer, or None."""
-    for name in pointer.split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
+    for name in names_in(pointer):
         # Python does not parse a number that has thousands of digits
         if isinstance(root, list) and name.isdecimal() and len(name) < 10 and int(name) < len(root):
             root = root[int(name)]

@@ -35,7 +35,8 @@ class Unenforced(UsageError):
 class Enforced(NamedTuple):
     """The enforced part of a schema.
 
-    Every text that fits `schema` also fits the requested schema without the keywords in `left_out`.
+    Every text that fits `schema` also fits the requested schema without the keywords in `left_out`, and with
+    oneOf read as anyOf.
     """
 
     schema: Mapping[str, Any]

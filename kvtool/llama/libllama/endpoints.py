@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvtool.errors import LibraryError, UsageError
+from kvtool.options import parts
 
 PORT = 50052
 """Default port of a worker, and of llama.cpp's rpc-server."""
@@ -28,7 +29,7 @@ _HELLO, _N_CAPS = 14, 24
 
 def parse(text: str) -> list[str]:
     """Parse "host:port,host:port" to a list of endpoints. Raises UsageError for other text."""
-    endpoints = [part.strip() for part in text.split(",") if part.strip()]
+    endpoints = parts(text)
     if not endpoints:
         raise UsageError("--rpc names no worker; give host:port, several with commas")
     for endpoint in endpoints:

@@ -79,7 +79,7 @@ def as_chat(body: object, *, is_counted: bool = False) -> GivenChat:
     if config.get("effort") is not None:
         chat["output_config"] = {"effort": config["effort"]}
     copied = {name: fields.pop(name) for name in fields.left}
-    return GivenChat([*messages], tools, copied | chat, output_format)
+    return GivenChat(messages, tools, copied | chat, output_format)
 
 
 def _check_answered(messages: Sequence[tuple[str, Body]], n_max: int | None) -> None:

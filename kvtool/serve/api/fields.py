@@ -120,7 +120,7 @@ def parsed(data: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     except ValueError:
-        # Python refuses to parse a number that has thousands of digits
+        # `finite` refuses NaN and infinity, and Python a number that has thousands of digits
         raise ApiError("the body has a number that is not finite or has too many digits") from None
     finally:
         gc.enable()

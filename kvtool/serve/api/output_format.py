@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from kvtool.errors import UsageError
 from kvtool.llama.grammar import gbnf
+from kvtool.llama.grammar.json_pointer import names_in
 from kvtool.llama.grammar.rules import Rules
 from kvtool.llama.grammar.schema import Enforced, Unenforced, enforced
 from kvtool.serve.api.errors import ApiError
@@ -70,8 +71,7 @@ def _place(where: str, pointer: str) -> str:
 
     pointer: JSON pointer to the part.
     """
-    names = (name.replace("~1", "/").replace("~0", "~") for name in pointer.split("/")[1:])
-    return ".".join([where, *names])
+    return ".".join([where, *names_in(pointer)])
 
 
 def remarks_of(schema: Enforced, where: str) -> list[str]:

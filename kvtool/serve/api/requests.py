@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple, get_type_hints
@@ -161,7 +162,7 @@ class GivenChat(NamedTuple):
         True if the API's streams can report how much of the prompt has been read.
     """
 
-    messages: list[tuple[str, object]]
+    messages: Sequence[tuple[str, object]]
     tools: list[GivenTool]
     fields: dict[str, Any]
     output_format: OutputFormat | None = None

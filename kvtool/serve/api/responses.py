@@ -63,7 +63,7 @@ def as_chat(body: object) -> GivenChat:
     copied = {"continue_final_message": False} | {name: fields.pop(name) for name in fields.left}
     output_format = of_response_format(given_format, "text.format", is_flat=True)
     functions = [_function(*each) for each in tools if _is_function(each[2])]
-    return GivenChat([*messages], functions, copied | chat, output_format)
+    return GivenChat(messages, functions, copied | chat, output_format)
 
 
 def _messages(fields: Fields) -> tuple[list[tuple[str, Body]], Body]:

@@ -206,16 +206,18 @@ class ChatStore:
         Variants are deleted first: each repeated or edited request stores a variant of its chat, and many
         variants of one chat should not displace other chats.
         """
+        if (n_bytes := self.n_bytes) <= self.max_bytes:
+            return
         stored = sorted([*self.chats, *self.others], key=lambda each: each.used)
         variants = (chat for i, chat in enumerate(stored) if _is_variant(chat, stored[i + 1 :]))
-        n_bytes, dropped = self.n_bytes, {keep}
+        dropped = {keep}
         for chat in chain(variants, stored):
-            if n_bytes <= self.max_bytes:
-                return
             if chat not in dropped:
                 self.drop(chat)
                 dropped.add(chat)
                 n_bytes -= chat.n_bytes
+                if n_bytes <= self.max_bytes:
+                    return
 
     def _read(self, names: list[str]) -> None:
         """Read the chats that earlier servers have stored in the folder."""

@@ -257,8 +257,8 @@ class Resumer:
         self._continued = chat if is_kept else None
         if n < len(stream):
             n = min(n, self._engine.n_past)
-            recent = candidate.marks[-1].writer["recent"] if candidate.marks else []
-            if not writer.rewind(n, {"recent": recent, "unread": [], "seed": seed}):
+            # the slot sets the sampler's last tokens from the request
+            if not writer.rewind(n, {"recent": [], "unread": [], "seed": seed}):
                 return None
         if repins and n_pinned is not None:
             self._engine.pin(n_pinned)

@@ -52,9 +52,7 @@ class CallRules:
     `remarks` lists keywords of the tools' schemas that are not enforced.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, format: Format, plain: str = "", places: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, format: Format, plain: str, places: Sequence[str]) -> None:
         self._format, self._plain, self._places = format, plain, places
         ids = {tag: vocabulary.tokens_of(tag.encode()) for tag in (*HERMES.tags, *format.tags)}
         self._control = {
@@ -81,8 +79,7 @@ class CallRules:
         """
         for n, tool in enumerate(tools):
             if name in (None, tool["function"]["name"]):
-                where = self._places[n] if self._places else f"tools[{n}].function.parameters"
-                self._add_call(f"t{n}", tool["function"], where)
+                self._add_call(f"t{n}", tool["function"], self._places[n])
         texts = [self._of_format(format, calls) for format, calls in self._calls.items()]
         return Rules(" | ".join(texts), tuple(self._rules))
 

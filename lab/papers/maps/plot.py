@@ -51,8 +51,7 @@ def attention(measured: Attention, title: str) -> Figure:
         "a query and the earlier query most similar to it": Patch(fill=False, edgecolor=_RED),
     }
     n_column = len(marks) if figure.get_figwidth() >= 12 else 1
-    handles, labels = list(marks.values()), list(marks)
-    figure.legend(handles, labels, loc="outside lower center", ncols=n_column, frameon=False)
+    figure.legend([*marks.values()], [*marks], loc="outside lower center", ncols=n_column, frameon=False)
     return figure
 
 
@@ -139,8 +138,8 @@ def _name(place: Place) -> str:
 
 def _coarse(array: np.ndarray) -> np.ndarray:
     """f64[m, m], the means of equal parts of an array [n, n]; m is at most MAX_PIXELS."""
-    n = len(array)
-    first = np.unique(np.arange(min(n, MAX_PIXELS)) * n // min(n, MAX_PIXELS))
+    n, n_part = len(array), min(len(array), MAX_PIXELS)
+    first = np.arange(n_part) * n // n_part
     size = np.diff(first, append=n)
     sums = np.add.reduceat(np.add.reduceat(array, first, axis=0, dtype=np.float64), first, axis=1)
     coarse: np.ndarray = sums / np.outer(size, size)
