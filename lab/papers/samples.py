@@ -141,7 +141,10 @@ class Measurements:
         """The mean and its standard error; the error is nan for a single unit."""
         if self.strata:
             return self._stratified()
-        return statistics.mean_error(*self._units(self.values))
+        sums, weights = self._units(self.values)
+        if len(sums) < 2:
+            return float(sums.sum() / weights.sum()), float("nan")
+        return statistics.mean_error(sums, weights)
 
     def minus(self, other: Measurements) -> Difference | None:
         """Test the differences from another sample, unit by unit. Return None if there are too few units."""
