@@ -173,7 +173,7 @@ def _put(cache: PolicyCache, saved: Mapping[str, np.ndarray], counters: Counters
         context.archive.restore(saved)
         context.archive.rebase(rows.n_past - rows.next_rot)
     cache.edit(rows.live, rows.next_rot)
-    context.set_places(saved["rot"])
+    context.set_positions(saved["rot"])
     if context.fixed_state:
         context.fixed_state.restore(*(saved[name] for name in _FIXED))
     cache.signals.restore(saved, counters["signals.since"])

@@ -65,7 +65,7 @@ def fill(engine: Engine, tokens: np.ndarray, n: int) -> None:
     rows.next_rot = n
     rows.put(live, pos, pos)
     engine.cache.edit(live, n)
-    context.set_places(pos)
+    context.set_positions(pos)
 
 
 def _key_shares(model: Model) -> list[float]:

@@ -236,10 +236,10 @@ def test_chat_says_if_the_tokens_of_a_turn_include_the_system_prompt(talker, sys
 
 def test_explain_shows_recalls_budget_parameters_and_batches(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 64, 8)) as engine:
-        n_made = engine.policy.recall.n_cell
+        n_synthetic = engine.policy.recall.n_cell
         assert (
             _budget(engine)
-            == f"64 cells per row = 4 sinks + {52 - n_made} window + 8 slack + {n_made} recalled"
+            == f"64 cells per row = 4 sinks + {52 - n_synthetic} window + 8 slack + {n_synthetic} recalled"
         )
         assert policy_line(engine, "recall") == "recall exact=256 sinks=4 chunk=16 search=clusters"
         assert _prefill(engine) == (

@@ -57,7 +57,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         # gaps are closed only between steps, so steps must be as long as the engine's steps
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
         recalled=math.inf if policy.recall and made else n_filled,
-        n_made=n_filled,
+        n_synthetic=n_filled,
         exact=exact,
         keep=keep,
         observe=observe,

@@ -392,10 +392,10 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
             n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
             engine.step(tokens[at : at + n])
             at += n
-            n_made = engine.policy.recalled if engine.n_archived else 0
-            assert engine.n_kv + n_made <= 48
-            # llama.cpp's table also has n_made synthetic cells for each token of the step
-            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_made
+            n_synthetic = engine.policy.recalled if engine.n_archived else 0
+            assert engine.n_kv + n_synthetic <= 48
+            # llama.cpp's table also has n_synthetic synthetic cells for each token of the step
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_synthetic
         assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
 
 
@@ -750,6 +750,6 @@ def test_table_has_no_synthetic_cells_without_archived_tokens(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         engine.read(text(200))
         engine.step(text(1))
-        for n_made in (2, 0):
-            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_made
+        for n_synthetic in (2, 0):
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_synthetic
             engine.context.archive.forget()

@@ -63,7 +63,7 @@ class Fuzz:
         self.cells = [n_cell] * N_LAYER
         self.signals, self.ragged, self.n_query = 0, False, 1
         self.n_future = 0
-        self.n_recall, self.n_made, self.n_exact, self.n_traced = 0, 0, 0, 0
+        self.n_recall, self.n_synthetic, self.n_exact, self.n_traced = 0, 0, 0, 0
         self.forget()
         self.forget_archive()
 
@@ -125,7 +125,7 @@ class Fuzz:
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
             if self.maybe(0.6):
                 # 100 cells are enough: a step has at most N_BATCH * N_GROUP = 64 synthetic cells
-                params.n_recall, params.n_made = 100, self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
+                params.n_recall, params.n_synthetic = 100, self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
             # ggml types: f32, f16, q8_0 and q4_0
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
@@ -139,7 +139,7 @@ class Fuzz:
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
                 # blocks of these types have 256 numbers, which is more than a head has
                 bad += [("type_k", 12), ("type_v", 16)]
-                bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -(2**31))]
+                bad += [("n_synthetic", -1), ("n_synthetic", LARGEST), ("n_exact", -(2**31))]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
@@ -158,8 +158,8 @@ class Fuzz:
             self.n_future = params.n_future
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
-            self.n_recall, self.n_made, self.n_exact = params.n_recall, params.n_made, params.n_exact
-            self.n_traced = 0 if self.n_made else self.n_recall
+            self.n_recall, self.n_synthetic, self.n_exact = params.n_recall, params.n_synthetic, params.n_exact
+            self.n_traced = 0 if self.n_synthetic else self.n_recall
             self.forget_archive()
             for _ in range(self.one_of(0, 4)):
                 self.file()
@@ -336,7 +336,7 @@ class Fuzz:
         tokens = self.rng.integers(3, N_VOCAB, n).astype(np.int32)
         pos = self.next
         ok = self.n_used + n <= self.n_table - self.n_recall and pos + n <= LARGEST
-        ok = ok and (not self.n_made or not self.size or n * self.n_made <= self.n_recall)
+        ok = ok and (not self.n_synthetic or not self.size or n * self.n_synthetic <= self.n_recall)
         if self.ragged:
             ok = 1 + n <= self.n_table and bool((self.live + n <= self.row_cells).all())
         if self.maybe(0.05):
@@ -678,7 +678,7 @@ class Fuzz:
 
     def trace(self):
         n = self.one_of(0, 1, 7, 300, self.n_recall, self.n_recall, -1, 4097, LARGEST)
-        ok = self.n_recall > 0 and (0 <= n <= 4096 if self.n_made else n == self.n_recall)
+        ok = self.n_recall > 0 and (0 <= n <= 4096 if self.n_synthetic else n == self.n_recall)
         self.expect("trace", lib.llama_kvtool_trace(self.pointer, n), ok)
         self.n_traced = n if ok else self.n_traced
 

@@ -475,7 +475,7 @@ def run(
     keep=None,
     pinned=0,
     ragged=False,
-    n_made=0,
+    n_synthetic=0,
     **options,
 ):
     """Score a text in batches of n_batch tokens. Rows never exceed the budget.
@@ -484,12 +484,12 @@ def run(
     Rows evict when they are full. With `ragged` they evict after every batch. Without a budget they never
     evict.
     keep: the function `keep` of a twin (tests/reference/__init__.py), with its options bound.
-    n_made: number of cells of the budget that are reserved for recalled entries; 0 to reserve `recalled`
+    n_synthetic: number of cells of the budget that are reserved for recalled entries; 0 to reserve `recalled`
     cells.
     options: options of Stream.
     """
     stream = Stream(model, **options)
-    n_live = None if budget is None else budget - (n_made or stream.recalled)
+    n_live = None if budget is None else budget - (n_synthetic or stream.recalled)
     nll, at = [], 0
     while at < len(tokens):
         m = min(n_batch or slack or len(tokens), len(tokens) - at)

@@ -4,11 +4,11 @@
 
 #include "archive/convert.h"
 #include "archive/kmeans.h"
-#include "archive/made.h"
+#include "archive/synthetic-cells.h"
 #include "archive/products.h"
 #include "archive/recaller.h"
 #include "archive/residents.h"
-#include "archive/together.h"
+#include "archive/parallel.h"
 #include "archive/workers.h"
 
 #include "ggml-backend.h"
@@ -344,11 +344,11 @@ CHECK(keys_are_rotated_as_rope_defines) {
         // Rotate all elements, all except the first 24, or only the first 24. In the last case there are 12 pairs,
         // which is no multiple of the vector length 8.
         for (const auto & [n_dims, first] : { std::pair(n_embd, 0), std::pair(40, 24), std::pair(24, 0) }) {
-            const turns rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
+            const rotations rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
             // the last delta is too large for the tables of angles
             for (const int64_t delta : { 0, 1, -1, 255, 256, -300, 4000, -4000, 100000 }) {
                 auto own = key;
-                rope.turn(own.data(), delta);
+                rope.rotate(own.data(), delta);
                 const auto expected = rotated(key, delta, mode, n_dims, first);
                 for (int e = 0; e < n_embd; ++e) {
                     EXPECT_NEAR(own[e], expected[e], 2e-3);
@@ -366,13 +366,13 @@ CHECK(rotating_the_query_equals_rotating_the_key_backwards) {
         for (int e = 0; e < n_embd; ++e) {
             how.scale.push_back(1.0f + 0.01f*e);
         }
-        const turns rope(how, n_embd, n_ctx);
+        const rotations rope(how, n_embd, n_ctx);
         auto k = key, q = query;
-        rope.turn(k.data(), -77);
-        rope.turn_query(q.data(), 77);
+        rope.rotate(k.data(), -77);
+        rope.rotate_query(q.data(), 77);
         EXPECT_NEAR(dot(q.data(), key.data(), n_embd), dot(query.data(), k.data(), n_embd), 1e-3);
 
-        rope.turn(k.data(), 77);
+        rope.rotate(k.data(), 77);
         for (int e = 0; e < n_embd; ++e) {
             EXPECT_NEAR(k[e], key[e], 1e-4);
         }
@@ -388,7 +388,7 @@ CHECK(pair_products_equal_products_with_rotated_keys) {
             for (int e = 0; e < n_embd && n_dims > 0; ++e) {
                 how.scale.push_back(1.0f + 0.01f*e);
             }
-            const turns rope(how, n_embd, n_ctx);
+            const rotations rope(how, n_embd, n_ctx);
             auto k = key, q = query;
             rope.undo_key(k.data());
             rope.undo_query(q.data());
@@ -397,8 +397,8 @@ CHECK(pair_products_equal_products_with_rotated_keys) {
 
             for (const int delta : { 0, 1, 255 }) {
                 auto expected = key;
-                rope.turn(expected.data(), delta);
-                EXPECT_NEAR(dot(pairs.data(), rope.pair_turns() + delta*rope.n_rotated(), rope.n_rotated()) + rest, dot(query.data(), expected.data(), n_embd), 1e-3);
+                rope.rotate(expected.data(), delta);
+                EXPECT_NEAR(dot(pairs.data(), rope.pair_rotations() + delta*rope.n_rotated(), rope.n_rotated()) + rest, dot(query.data(), expected.data(), n_embd), 1e-3);
             }
         }
     }
@@ -407,9 +407,9 @@ CHECK(pair_products_equal_products_with_rotated_keys) {
 CHECK(products_with_rotation_equal_products_with_rotated_keys) {
     constexpr int n = 20, n_x = 3;
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
-        const turns rope(rope_of(mode), n_embd, n_ctx);
+        const rotations rope(rope_of(mode), n_embd, n_ctx);
         for (const auto & [type, n_map] : { std::pair(GGML_TYPE_F16, 0), std::pair(GGML_TYPE_Q8_0, 0), std::pair(GGML_TYPE_Q4_1, 0), std::pair(GGML_TYPE_Q4_1, 32), std::pair(GGML_TYPE_Q5_0, 64), std::pair(GGML_TYPE_Q4_0, 64), std::pair(GGML_TYPE_IQ4_NL, 64) }) {
-            if (!can_turn(type, n_embd)) {
+            if (!can_rotate(type, n_embd)) {
                 continue;
             }
             const size_t size = ggml_row_size(type, n_embd);
@@ -420,13 +420,13 @@ CHECK(products_with_rotation_equal_products_with_rotated_keys) {
                 by[i] = 13*i % 256;
             }
             std::vector<float> out(n_x*n), key(n_embd);
-            multiply_turned_rows(type, n_map, rows.data(), size, n, n_embd, x.data(), n_x, rope.small_turns() + 255*2*n_embd, rope.are_halves(), by.data(), out.data(), n);
+            multiply_rotated_rows(type, n_map, rows.data(), size, n, n_embd, x.data(), n_x, rope.small_rotations() + 255*2*n_embd, rope.are_halves(), by.data(), out.data(), n);
             for (int i = 0; i < n; ++i) {
                 to_float(type, rows.data() + i*size, key.data(), n_embd);
                 if (n_map > 0) {
                     hadamard(key.data(), n_embd, n_map);
                 }
-                rope.turn(key.data(), 255 - by[i]);
+                rope.rotate(key.data(), 255 - by[i]);
                 for (int q = 0; q < n_x; ++q) {
                     EXPECT_NEAR(out[q*n + i], dot(x.data() + q*n_embd, key.data(), n_embd), 2e-3);
                 }
@@ -797,7 +797,7 @@ struct stream {
             std::vector<float> k(keys[l].begin() + pos*n_dim, keys[l].begin() + (pos + n)*n_dim);
             const float * v = value(l, 0, pos);
             for (int i = 0; i < n*n_head; ++i) {
-                own.turns_of(l).turn(k.data() + i*n_embd, pos + i/n_head - base);
+                own.rotations_of(l).rotate(k.data() + i*n_embd, pos + i/n_head - base);
             }
             // tokens before `first` are too old for n_max, and are not stored
             const int64_t from = std::max(pos, first);
@@ -852,7 +852,7 @@ CHECK(archive_returns_its_tokens_in_order) {
 
                 s.own[l].keys(head, s.own.place_of(l, head, i), 1, key.data());
                 EXPECT(std::equal(got, got + n_embd, key.begin()));
-                s.own.turns_of(l).turn(key.data(), -i);
+                s.own.rotations_of(l).rotate(key.data(), -i);
                 for (int e = 0; e < n_embd; ++e) {
                     EXPECT_NEAR(key[e], s.key(l, head, i)[e], 1e-3);
                 }
@@ -1080,13 +1080,13 @@ template <typename F>
 static void expect_attention(
         const stream & s, int n_query, int64_t rot, const logit_params & logits, int n_exact, double limit, F && is_far) {
     const auto queries = some_queries(n_query);
-    const auto turned  = queries_at(queries, rot);
+    const auto rotated  = queries_at(queries, rot);
 
     attention_work work;
     attention one(s.own, 1, rot, n_query, logits, n_exact, work);
     one.make_room();
     for (int head = 0; head < n_head; ++head) {
-        one.find(head, turned.data());
+        one.find(head, rotated.data());
     }
     for (int part = 0; part < one.n_part(); ++part) {
         one.attend(part);
@@ -1247,12 +1247,12 @@ CHECK(search_finds_a_far_token_that_equals_the_query) {
         s.keys[1][(300*n_head + 1)*n_embd + e] = rotated(query, 256, GGML_ROPE_TYPE_NEOX, n_embd, 0)[e];
     }
     s.push(4608);
-    const auto turned = queries_at({ query }, 4610);
+    const auto rotated = queries_at({ query }, 4610);
 
     search looking(s.own, 1, 4610, 1, plain, 64);
     searched_row row;
     std::vector<float> estimate(2 + n_embd, 0.0f);
-    looking.find(1, turned.data(), row, estimate.data(), estimate.size());
+    looking.find(1, rotated.data(), row, estimate.data(), estimate.size());
 
     std::set<int64_t> seen;
     int64_t n_sealed = 0;
@@ -1339,13 +1339,13 @@ struct device_cells {
     template <typename F>
     void expect_attention(int64_t rot, double limit, F && is_far, int64_t late = 0) const {
         for (const auto & query : some_queries(2)) {
-            const auto turned = queries_at({ query }, rot);
+            const auto rotated = queries_at({ query }, rot);
             for (int head = 0; head < n_head; ++head) {
                 double sum = 0.0;
                 std::vector<double> value(n_embd, 0.0);
                 for (int c = 0; c < all.n.n_cell(); ++c) {
                     const size_t at = (c*n_head + head)*n_embd;
-                    const double e  = std::exp(plain.scale*dot(turned.data(), keys.data() + at, n_embd) + mask(head, c));
+                    const double e  = std::exp(plain.scale*dot(rotated.data(), keys.data() + at, n_embd) + mask(head, c));
                     sum += e;
                     for (int d = 0; d < n_embd; ++d) {
                         value[d] += e*values[at + d];
@@ -1471,7 +1471,7 @@ static std::vector<double> squares_of(const stream & s, const row_clusters & own
     for (int at = own[block].start[c]; at < own[block].start[c + 1]; ++at) {
         const int64_t i = block*256 + own[block].order[at];
         std::vector<float> key(s.keys[1].begin() + i*n_dim, s.keys[1].begin() + i*n_dim + n_embd);
-        s.own.turns_of(1).turn(key.data(), s.own.turn_to(own[block].to, i) + i - s.own.base_of(i));
+        s.own.rotations_of(1).rotate(key.data(), s.own.rotation_to(own[block].to, i) + i - s.own.base_of(i));
         for (int d = 0; d < n_embd; ++d) {
             sums[d] += (key[d] - mean[d])*(key[d] - mean[d]);
         }
@@ -1501,12 +1501,12 @@ struct uneven_stream : stream {
         push(n);
 
         const auto & row = own.clusters_of(1, 0);
-        const auto turned = queries_at({ query }, n + 1);
+        const auto rotated = queries_at({ query }, n + 1);
         std::vector<double> spreads, variance(n_embd, 0.0), logits;
         std::vector<float> key(n_embd);
         for (int i = 0; i < (row.end() - row.begin())*n_cluster; ++i) {
             get_key(row.clusters.sides.data() + i/n_side*row.side_size(), i % n_side, key.data(), n_embd);
-            logits.push_back(plain.scale*dot(turned.data(), key.data(), n_embd));
+            logits.push_back(plain.scale*dot(rotated.data(), key.data(), n_embd));
             const auto squares = squares_of(*this, row, i, key);
             spreads.push_back(std::accumulate(squares.begin(), squares.end(), 0.0)/std::max<int>(row.clusters.sizes[i], 1));
             for (int d = 0; d < n_embd; ++d) {
@@ -1515,7 +1515,7 @@ struct uneven_stream : stream {
         }
         double of_query = 0.0;
         for (int d = 0; d < n_embd; ++d) {
-            of_query += variance[d]*turned[d]*turned[d]*plain.scale*plain.scale/std::accumulate(variance.begin(), variance.end(), 0.0);
+            of_query += variance[d]*rotated[d]*rotated[d]*plain.scale*plain.scale/std::accumulate(variance.begin(), variance.end(), 0.0);
         }
         for (size_t i = 0; i < logits.size(); ++i) {
             gains    .push_back(std::min(of_query*spreads[i], 16.0)/2.0);
@@ -1803,14 +1803,14 @@ static double attended(const stream & s, const std::vector<float> & query, std::
 
 CHECK(non_finite_numbers_give_no_attention) {
     const auto queries = some_queries(1);
-    auto turned = queries_at(queries, 110);
+    auto rotated = queries_at(queries, 110);
 
     // a key that is NaN must add nothing to the result
     stream s(params_of(GGML_TYPE_F32, 0));
     s.keys[1][5*n_dim] = NAN;
     s.push(100);
     std::vector<float> value;
-    const double sum = attended(s, turned, value);
+    const double sum = attended(s, rotated, value);
     std::fill_n(s.keys[1].begin() + 5*n_dim, n_embd, 0.0f);
     const auto expected = attention_by_definition(s, 1, 0, queries[0], 110, plain, [](int64_t) { return false; });
     EXPECT_NEAR(sum, expected.sum + std::log(1.0 - expected.attn[5]), 1e-3);
@@ -1822,10 +1822,10 @@ CHECK(non_finite_numbers_give_no_attention) {
         stream with_value(params_of(GGML_TYPE_F32, 0));
         with_value.values[1][7*n_dim] = wrong;
         with_value.push(100);
-        EXPECT(is_nothing(attended(with_value, turned, value)));
+        EXPECT(is_nothing(attended(with_value, rotated, value)));
     }
-    turned[3] = NAN;
-    EXPECT(is_nothing(attended(s, turned, value)));
+    rotated[3] = NAN;
+    EXPECT(is_nothing(attended(s, rotated, value)));
 }
 
 CHECK(most_attended_tokens_equal_the_definition) {
@@ -1835,12 +1835,12 @@ CHECK(most_attended_tokens_equal_the_definition) {
     s.push(200);
     constexpr int n_query = 3, k = 10;
     const auto queries = some_queries(n_query);
-    const auto turned  = queries_at(queries, 205);
+    const auto rotated  = queries_at(queries, 205);
     attention_work work;
     attention one(s.own, 1, 205, n_query, plain, 0, work);
     one.make_room();
     for (int head = 0; head < n_head; ++head) {
-        one.find(head, turned.data());
+        one.find(head, rotated.data());
     }
     for (int part = 0; part < one.n_part(); ++part) {
         one.attend(part);
@@ -1868,7 +1868,7 @@ CHECK(most_attended_tokens_equal_the_definition) {
         for (const auto & each : one.most_attended(head, k)) {
             EXPECT(each.pos == next->first && each.place == each.pos);
             EXPECT_NEAR(each.attn, next->second, 1e-4);
-            EXPECT(each.turn == s.bases[each.pos] - s.own.base());
+            EXPECT(each.delta == s.bases[each.pos] - s.own.base());
             ++next;
         }
         EXPECT(next == most.end());
@@ -1881,7 +1881,7 @@ static void expect_made(const std::vector<float> & queries, ggml_type type, cons
     constexpr int n = 4;
     const auto found = normal(n*n_embd, 2);
     const double sums[n] = { 3.0, 5.5, 2.0, 4.0 };
-    made_cells cells(n, n_embd, n_embd, type, logits);
+    synthetic_cells cells(n, n_embd, n_embd, type, logits);
     cells.make(queries.data(), sums, found.data());
     for (int h = 0; h < n; ++h) {
         double sum = 0.0;
@@ -1932,7 +1932,7 @@ static void fill(recaller & all, stream & s) {
             for (int32_t c = 0; c < n; ++c) {
                 std::vector<float> k(s.key(l, 0, cells[c]), s.key(l, 0, cells[c] + 1));
                 for (int head = 0; head < n_head; ++head) {
-                    s.own.turns_of(l).turn(k.data() + head*n_embd, cells[c]);
+                    s.own.rotations_of(l).rotate(k.data() + head*n_embd, cells[c]);
                 }
                 const auto add = [](std::vector<uint8_t> & to, const float * x) {
                     to.insert(to.end(), (const uint8_t *) x, (const uint8_t *) (x + n_dim));
@@ -1957,7 +1957,7 @@ static std::vector<archive_shape> shapes() {
 static std::vector<float> computed(recaller & all, ggml_tensor * t, int n_thread) {
     std::vector<std::thread> threads;
     for (int ith = 0; ith < n_thread; ++ith) {
-        threads.emplace_back([&, ith] { (all.params.n_made > 0 ? make_into : recall_into)(t, ith, n_thread, &all.recalled[1]); });
+        threads.emplace_back([&, ith] { (all.params.n_synthetic > 0 ? make_into : recall_into)(t, ith, n_thread, &all.recalled[1]); });
     }
     for (auto & each : threads) {
         each.join();
@@ -2016,7 +2016,7 @@ static void expect_recalled(bool v_trans, ggml_type type, double tolerance) {
     constexpr int k = 7;
     auto params = params_of(type, 0);
     params.v_trans = v_trans;
-    params.n_made = 0;
+    params.n_synthetic = 0;
     params.n_recall = k;
     stream s(params);
     recaller all(params, shapes());
@@ -2029,8 +2029,8 @@ static void expect_recalled(bool v_trans, ggml_type type, double tolerance) {
     ggml_tensor * rot = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 1);
     ((int32_t *) rot->data)[0] = 5;
     const auto queries = some_queries(n_head);
-    const auto turned  = queries_at(queries, 5);
-    std::copy(turned.begin(), turned.end(), (float *) q->data);
+    const auto rotated  = queries_at(queries, 5);
+    std::copy(rotated.begin(), rotated.end(), (float *) q->data);
     ggml_tensor * args[] = { q, rot, floats(n_head), floats(n_head) };
     for (int head = 0; head < n_head; ++head) {
         // there is one live cell: its product with the query is 0, and it gets all the probability
@@ -2114,12 +2114,12 @@ CHECK(rewound_tokens_return_to_cells_rotated_to_the_new_base) {
 CHECK(work_is_done_once_by_any_number_of_threads) {
     for (const int n_thread : { 1, 3, 20 }) {
         std::vector<std::atomic<int>> done(10);
-        together(n_thread, 10, [&](int i) { ++done[i]; });
+        parallel_for(n_thread, 10, [&](int i) { ++done[i]; });
         for (const auto & n : done) {
             EXPECT(n == 1);
         }
     }
-    EXPECT(throws([] { together(3, 10, [](int i) { if (i == 7) throw std::runtime_error("7"); }); }));
+    EXPECT(throws([] { parallel_for(3, 10, [](int i) { if (i == 7) throw std::runtime_error("7"); }); }));
 }
 
 CHECK(wait_finishes_the_work_of_a_group_and_returns_its_error) {

@@ -53,7 +53,7 @@ def stats(terminal: Terminal) -> None:
     from kvtool.measure.holdings import n_forgotten
 
     engine = terminal.engine
-    n_made, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
+    n_synthetic, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
     held, most = f"{engine.mean_live:,.0f} tokens per row", f"at most {engine.policy.budget:,}"
     is_full = engine.policy.budget == engine.n_ctx
     rows = {
@@ -62,8 +62,8 @@ def stats(terminal: Terminal) -> None:
         "tokens so far": f"{engine.n_past:,}",
         "in the cache": f"{held}, {most} ({'--ctx-size' if is_full else '--budget'})",
     }
-    if n_made:
-        rows["in the cache"] = f"{held} and {n_made:.0f} places for archived text, {most} (--budget)"
+    if n_synthetic:
+        rows["in the cache"] = f"{held} and {n_synthetic:.0f} places for archived text, {most} (--budget)"
     if engine.context.archive:
         rows["archived"] = f"{archive_line(report(engine, terminal.policy))} (--archive)"
     forgotten = "kept by no KV head, not archived" if engine.policy.recall else "kept by no KV head"

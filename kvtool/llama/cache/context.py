@@ -102,7 +102,7 @@ class Context(Decoder):
             n_draft=n_draft,
             n_defer=n_defer,
             n_recall=n_filled or recall.n_filled(made),
-            n_made=recall.n_cell if made else 0,
+            n_synthetic=recall.n_cell if made else 0,
             n_exact=recall.n_exact,
             n_near=archive.n_near,
             type_k=TYPE_NUMBERS[kinds[0]],
@@ -346,7 +346,7 @@ class Context(Decoder):
         assert data.flags.c_contiguous
         check(lib.llama_kvtool_set_cells(self.handle, layer, data.ctypes.data, n))
 
-    def set_places(self, rot: np.ndarray) -> None:
+    def set_positions(self, rot: np.ndarray) -> None:
         """Set the positions of keys in each row's first n cells. rot: i32[row, n]. Only ALiBi needs this."""
         rot = np.ascontiguousarray(rot, np.int32)
-        check(lib.llama_kvtool_set_places(self.handle, rot.ctypes.data, *rot.shape))
+        check(lib.llama_kvtool_set_positions(self.handle, rot.ctypes.data, *rot.shape))

@@ -45,7 +45,7 @@ class FullContext(Decoder):
     def clear_signals(self) -> None:
         """Do nothing: there are no signals."""
 
-    def set_places(self, rot: np.ndarray) -> None:
+    def set_positions(self, rot: np.ndarray) -> None:
         """Do nothing: a token has one position in all rows."""
 
     def cell_bytes(self, layer: int) -> int:

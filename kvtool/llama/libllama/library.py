@@ -39,7 +39,7 @@ class EnableParams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("signals", "group")),
         *((name, ctypes.c_int32) for name in ("n_query", "n_future", "n_draft", "n_defer", "n_recall")),
-        *((name, ctypes.c_int32) for name in ("n_made", "n_exact", "n_near", "type_k", "type_v")),
+        *((name, ctypes.c_int32) for name in ("n_synthetic", "n_exact", "n_near", "type_k", "type_v")),
         *((name, ctypes.c_bool) for name in ("plain", "logn", "ragged")),
     ]
 
@@ -94,7 +94,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_read_value_norms", i32, pointer, pointer, i32, i32)
     bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
-    bind("llama_kvtool_set_places", i32, pointer, pointer, i32, i32)
+    bind("llama_kvtool_set_positions", i32, pointer, pointer, i32, i32)
     bind("llama_kvtool_n_fixed_state", i32, pointer)
     bind("llama_kvtool_get_fixed_state", i64, pointer, pointer, pointer)
     bind("llama_kvtool_set_fixed_state", i64, pointer, pointer, pointer)

@@ -2,7 +2,7 @@
 
 #include "convert.h"
 #include "softmax.h"
-#include "together.h"
+#include "parallel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ static size_t padded(size_t n) {
 archived_layer::archived_layer(const store & memory, size_t at, const archive_shape & shape, const archive_params & params)
     : n_head(shape.n_head), n_embd_k(shape.n_embd_k), n_embd_v(shape.n_embd_v)
     , type_k((ggml_type) params.type_k), type_v((ggml_type) params.type_v)
-    , n_map_k(params.is_plain || shape.turns.n_map > 0    ? 0 : hadamard_size(type_k, n_embd_k))
+    , n_map_k(params.is_plain || shape.rope.n_map > 0    ? 0 : hadamard_size(type_k, n_embd_k))
     , n_map_v(params.is_plain || shape.has_mapped_values ? 0 : hadamard_size(type_v, n_embd_v))
     , is_centered(type_k == GGML_TYPE_IQ4_NL)
     , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size(size_k + size_v)
@@ -73,7 +73,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
     size_t at = 0;
     for (const auto & s : shapes) {
         layers.emplace_back(memory, at, s, params);
-        rope  .emplace_back(s.turns, s.n_embd_k, 2*n_near);
+        rope  .emplace_back(s.rope, s.n_embd_k, 2*n_near);
         rope.back().share(rope.front());
 
         at = layers.back().slab_end();
@@ -162,7 +162,7 @@ void archive::set_center(size_t layer, int64_t i, ggml_type type, const uint8_t 
             if (t < i) {
                 this->key(layer, head, t, place_of(layer, head, t), key.data() + head*d);
             }
-            rope[layer].turn(key.data() + head*d, base_of(t) - t);
+            rope[layer].rotate(key.data() + head*d, base_of(t) - t);
         }
         for (size_t e = 0; e < sum.size(); ++e) {
             sum[e] += std::isfinite(key[e]) ? key[e] : 0.0f;
@@ -175,7 +175,7 @@ void archive::set_center(size_t layer, int64_t i, ggml_type type, const uint8_t 
 void archive::center_of(size_t layer, int head, int64_t i, float * out) const {
     const auto & l = layers[layer];
     to_float(GGML_TYPE_F16, l.center(i/n_block) + head*l.n_embd_k, out, l.n_embd_k);
-    rope[layer].turn(out, i - base_of(i));
+    rope[layer].rotate(out, i - base_of(i));
 }
 
 void archive::key(size_t layer, int head, int64_t i, int64_t place, float * out) const {
@@ -258,7 +258,7 @@ void archive::set_base(int64_t base) {
     }
 }
 
-std::vector<stretch> archive::stretches(int64_t far_end, int64_t far_turn) const {
+std::vector<stretch> archive::stretches(int64_t far_end, int64_t far_rotation) const {
     std::vector<stretch> res;
 
     const auto add = [&](int64_t begin, int64_t end, int64_t delta) {
@@ -267,7 +267,7 @@ std::vector<stretch> archive::stretches(int64_t far_end, int64_t far_turn) const
         }
     };
 
-    add(begin(), far_end, far_turn);
+    add(begin(), far_end, far_rotation);
     for (size_t j = 0; j < frames.size(); ++j) {
         const int64_t stop = j + 1 < frames.size() ? frames[j + 1].first : end();
         add(std::max(frames[j].first, far_end), stop, base() - frames[j].base);
@@ -331,7 +331,7 @@ void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t b
 
     // Each work item fills one slab, so that the page faults of new memory are spread over the threads
     const int64_t first = begin/store::n_block;
-    together(n_thread, store::n_slab(begin, end), [&](int i) {
+    parallel_for(n_thread, store::n_slab(begin, end), [&](int i) {
         const int64_t from = std::max(begin, (first + i)*store::n_block);
         const int64_t to   = std::min(end, archived_layer::block_end(from));
         for (int head = 0; head < l.n_head; ++head) {

@@ -6,7 +6,7 @@
 #include "hadamard.h"
 #include "index.h"
 #include "store.h"
-#include "turns.h"
+#include "rotations.h"
 
 #include "ggml.h"
 
@@ -34,7 +34,7 @@ struct archive_params {
     int32_t type_k;
     int32_t type_v;
     int32_t v_trans;
-    int32_t n_made;
+    int32_t n_synthetic;
     int32_t n_exact;
 
     bool is_plain = false; // true if archived keys and values are not multiplied by Hadamard matrices
@@ -46,7 +46,7 @@ struct archive_shape {
     int32_t n_embd_k; // elements of a head's key
     int32_t n_embd_v;
 
-    rotation turns;
+    rotation rope;
 
     bool has_mapped_values = false; // true if the cache's values are already multiplied by a Hadamard matrix
 };
@@ -201,7 +201,7 @@ public:
     bool has_file() const { return memory.has_file(); }
 
     // Archiving takes four steps:
-    // 1. `reserve` allocates the memory. It throws no_room.
+    // 1. `reserve` allocates the memory. It throws out_of_space.
     // 2. `start` deletes tokens that are too old. It returns the oldest token that the archive keeps.
     // 3. `put` stores a layer's tokens, from position pos on.
     // 4. `finish` completes the archive and its clusters.
@@ -242,7 +242,7 @@ public:
     void clear();
 
     // Prepare for `fill` with the tokens begin .. end - 1: allocate their memory, and empty the layers that hold other
-    // tokens. If there is no memory, throws no_room and leaves everything unchanged.
+    // tokens. If there is no memory, throws out_of_space and leaves everything unchanged.
     void expect(int64_t begin, int64_t end);
 
     // copy a layer's keys and values to `out` in their stored format, token by token; each token has token_bytes bytes
@@ -292,7 +292,7 @@ public:
     // place where a row stores token i. It differs from i in clustered blocks, which are stored in another order
     int64_t place_of(size_t layer, int head, int64_t i) const;
 
-    const turns & turns_of(size_t i) const { return rope[i]; }
+    const rotations & rotations_of(size_t i) const { return rope[i]; }
 
     // Tokens before this position are far: they are more than n_near positions before the stream's next token. Queries
     // attend to far tokens as if the distance were n_near. A clustered block is far if bearing::is_far is true. This
@@ -303,9 +303,9 @@ public:
     std::vector<frame> frames;
 
     // Return all tokens as ranges. A range's delta is the number of positions by which a query is rotated for the
-    // tokens of the range. The tokens before far_end are one range with delta = far_turn: RoPE is undone for their
+    // tokens of the range. The tokens before far_end are one range with delta = far_rotation: RoPE is undone for their
     // keys. Each other range has the tokens of one run, whose keys have the same base.
-    std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
+    std::vector<stretch> stretches(int64_t far_end, int64_t far_rotation) const;
 
     int64_t base_of(int64_t i) const;
 
@@ -315,19 +315,19 @@ public:
     const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
 
     // number of positions by which the key of token i is rotated before its block is clustered
-    int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
+    int64_t rotation_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
 
     // Number of positions by which a query at position `rot` is rotated before it is multiplied with keys beyond
     // n_near. Undoing RoPE rotates these keys to position 0, so the query is rotated to position n_near
-    int64_t far_turn(int64_t rot) const { return n_near - rot; }
+    int64_t far_rotation(int64_t rot) const { return n_near - rot; }
 
     // number of positions by which a query at position `rot` is rotated before it is multiplied with the keys of a
     // clustered block
-    int64_t query_turn(const bearing & to, int64_t rot) const { return to.is_far ? far_turn(rot) : base() - to.base; }
+    int64_t query_rotation(const bearing & to, int64_t rot) const { return to.is_far ? far_rotation(rot) : base() - to.base; }
 
     // number of positions by which the key of token i is rotated, so that it has the right distance from a query at
     // position `rot`
-    int64_t turn_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_turn(rot) : base()); }
+    int64_t rotation_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_rotation(rot) : base()); }
 
     // positions must be below this limit, so that computations with them do not overflow
     static constexpr int64_t most = (int64_t) 1 << 40;
@@ -336,7 +336,7 @@ private:
     store memory;
 
     std::vector<archived_layer> layers;
-    std::vector<turns>          rope;
+    std::vector<rotations>          rope;
 
     int64_t far    = 0;
     int64_t n_most = most; // maximum size of the archive

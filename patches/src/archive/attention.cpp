@@ -33,7 +33,7 @@
 //      change the result.
 //
 // 4. result: after a barrier, the sums of a row's parts and the search's estimate are combined, relative to their
-//    common maximum. made.cpp computes synthetic cells from these results.
+//    common maximum. synthetic-cells.cpp computes synthetic cells from these results.
 //
 // 5. weigh and most_attended, only if tokens are recalled or traced: set_sum receives the denominator over archive and
 //    live cells. With this denominator, weigh computes the attention probability of each token that is attended to
@@ -47,7 +47,7 @@
 #include "convert.h"
 #include "products.h"
 #include "softmax.h"
-#include "stored.h"
+#include "row-products.h"
 
 #include <algorithm>
 #include <cmath>
@@ -65,7 +65,7 @@ static constexpr size_t n_ahead = 1;
 
 attention::attention(
         const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
-    : all(all), layer(i), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
+    : all(all), layer(i), l(all[i]), rope(all.rotations_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
     , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-6f : 1e-9f), logits(logits)
     , work(work), looking(all, i, rot, n_query, logits, n_exact) {}
 
@@ -107,7 +107,7 @@ void attention::add_center(int head, const token_range & range, int64_t begin, i
         // Far keys are multiplied at position 0, other keys at their position relative to their base
         const int64_t base = all.base_of(order ? block + order[0] : begin);
         to_float(GGML_TYPE_F16, l.center(block/l.n_block) + head*d, center.data(), d);
-        rope.turn(center.data(), range.is_far ? 0 : block - base);
+        rope.rotate(center.data(), range.is_far ? 0 : block - base);
         rope.undo_key(center.data());
         for (int q = 0; q < n_query; ++q) {
             std::copy_n(queries + q*d, d, query.data());
@@ -119,8 +119,8 @@ void attention::add_center(int head, const token_range & range, int64_t begin, i
 
     float products[n_few_columns*n_together];
 
-    const float * turns = rope.pair_turns() + (order ? 0 : begin % l.n_block*size);
-    multiply_rows(GGML_TYPE_F32, (const uint8_t *) turns, range.is_far ? 0 : size*sizeof(float), n, size, pairs.data(), n_query, products, n_together, order);
+    const float * rotations = rope.pair_rotations() + (order ? 0 : begin % l.n_block*size);
+    multiply_rows(GGML_TYPE_F32, (const uint8_t *) rotations, range.is_far ? 0 : size*sizeof(float), n, size, pairs.data(), n_query, products, n_together, order);
     for (int q = 0; q < n_query; ++q) {
         for (int j = 0; j < n; ++j) {
             to[q*n_together + j] += products[q*n_together + j] + unrotated[q];
@@ -136,17 +136,17 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     // [query][token] for few queries, [token][query] for many
     float * to = powers.data() + (is_few ? at : at*n_column);
 
-    const float * queries = row.turned.data() + (size_t) range.way*n_query*d;
-    const float * stored  = (l.n_map_k > 0 ? row.mapped : row.turned).data() + (size_t) range.way*n_query*d;
+    const float * queries = row.rotated.data() + (size_t) range.way*n_query*d;
+    const float * stored  = (l.n_map_k > 0 ? row.mapped : row.rotated).data() + (size_t) range.way*n_query*d;
 
     pieces.push_back({ begin, n, at });
 
     const int64_t block  = begin - begin % l.n_block;
     const auto    base   = [&](int i) { return all.base_of(block + i); };
     const bool    is_one = !range.sealed || base(range.sealed->first) == base(l.n_block - 1);
-    const bool    turns  = range.is_far || !is_one;
+    const bool    rotates  = range.is_far || !is_one;
 
-    if (is_few && !turns) {
+    if (is_few && !rotates) {
         if (looking.has_bytes()) {
             multiply_byte_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
         } else {
@@ -157,20 +157,20 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         }
         return;
     }
-    if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
+    if (is_few && is_one && range.sealed && rope.is_plain() && can_rotate(l.type_k, d)) {
         // The key at position i must be rotated by base - i positions. With the block's last position `last`, this is
         // (base - last) + (last - i). The first term is the same for all keys, so the queries are rotated instead, by
-        // last - base. multiply_turned_rows rotates each key by the second term, which is less than a block
-        if (turned_block != block || turned_way != range.way) {
-            turned.assign(queries, queries + n_query*d);
+        // last - base. multiply_rotated_rows rotates each key by the second term, which is less than a block
+        if (rotated_block != block || rotated_way != range.way) {
+            rotated.assign(queries, queries + n_query*d);
             for (int q = 0; q < n_query; ++q) {
-                rope.turn_query(turned.data() + q*d, block + l.n_block - 1 - base(l.n_block - 1));
+                rope.rotate_query(rotated.data() + q*d, block + l.n_block - 1 - base(l.n_block - 1));
             }
-            turned_block = block;
-            turned_way   = range.way;
+            rotated_block = block;
+            rotated_way   = range.way;
         }
-        multiply_turned_rows(l.type_k, l.n_map_k, l.raw_key(head, begin), l.size, n, d, turned.data(), n_query,
-                rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_together);
+        multiply_rotated_rows(l.type_k, l.n_map_k, l.raw_key(head, begin), l.size, n, d, rotated.data(), n_query,
+                rope.small_rotations() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_together);
         if (l.is_centered) {
             add_center(head, range, begin, n, queries, to);
         }
@@ -179,8 +179,8 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
 
     float * some = keys.data() + at*d;
     all.keys(layer, head, begin, n, range.sealed ? range.sealed->order.data() : nullptr, some);
-    for (int j = 0; j < n && turns; ++j) {
-        rope.turn(some + j*d, looking.turn_of(range, begin + j));
+    for (int j = 0; j < n && rotates; ++j) {
+        rope.rotate(some + j*d, looking.rotation_of(range, begin + j));
     }
     if (is_few) {
         multiply_rows(GGML_TYPE_F32, (const uint8_t *) some, d*sizeof(float), n, d, queries, n_query, to, n_together);
@@ -282,7 +282,7 @@ void attention::add(int head, int span, int n) {
 
 template <typename F>
 void attention::read_part(int head, int span, F && done) {
-    turned_block   = -1;
+    rotated_block   = -1;
     centered_block = -1;
 
     keys  .resize(n_together*l.n_embd_k);
@@ -415,7 +415,7 @@ std::vector<attended_token> attention::most_attended(int head, int k) const {
     for (const auto & range : row.looked) {
         for (int64_t place = range.begin; place < range.begin + range.n; ++place) {
             const int64_t pos = looking.pos_of(range, place);
-            res.push_back({ pos, place, looking.turn_back(range, pos), own[res.size()] });
+            res.push_back({ pos, place, looking.rotation_back(range, pos), own[res.size()] });
         }
     }
 

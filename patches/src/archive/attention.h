@@ -4,7 +4,7 @@
 #pragma once
 
 #include "archive.h"
-#include "meeting.h"
+#include "barrier.h"
 #include "search.h"
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace kvtool {
 
 // data shared by the threads of a layer's attention
-class attention_work : public meeting {
+class attention_work : public barrier {
 public:
     std::vector<searched_row> rows;
 
@@ -32,7 +32,7 @@ struct attended_token {
     int64_t pos;
     int64_t place;
     // number of positions by which the token's key is rotated, so that it has the right distance from the first query
-    int64_t turn;
+    int64_t delta;
 
     float attn; // attention to the token, summed over the row's queries
 };
@@ -48,7 +48,7 @@ struct attention_memory {
     std::vector<piece> pieces;
 
     // queries, rotated to the right distance from the last token of a block; see attention::read
-    std::vector<float> turned;
+    std::vector<float> rotated;
 
     // a block's center, a query, and the products of all queries with the center: see attention::add_center
     std::vector<float> center, query, pairs;
@@ -103,7 +103,7 @@ private:
     const archive        & all;
     const size_t           layer;
     const archived_layer & l;
-    const turns          & rope;
+    const rotations          & rope;
 
     const int  n_query;
     const bool is_few;   // True for few queries: keys and values are then multiplied in their stored format.
@@ -119,9 +119,9 @@ private:
 
     search looking;
 
-    // block and query rotation for which `turned` was computed
-    int64_t turned_block = -1;
-    int     turned_way   = -1;
+    // block and query rotation for which `rotated` was computed
+    int64_t rotated_block = -1;
+    int     rotated_way   = -1;
 
     // block for which `pairs` was computed, and the products of the elements that are not rotated
     int64_t centered_block = -1;

@@ -1,6 +1,6 @@
 #include "convert.h"
 
-#include "codes.h"
+#include "quantized.h"
 #include "cpu.h"
 
 #include <algorithm>

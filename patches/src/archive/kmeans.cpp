@@ -2,7 +2,7 @@
 
 #include "products.h"
 #include "softmax.h"
-#include "stored.h"
+#include "row-products.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace kvtool {
 static constexpr int n_round = 4;
 
 // iterations of the power method
-static constexpr int n_turn = 3;
+static constexpr int n_iteration = 3;
 
 // Choose the initial means. The first is the point farthest from the mean of all points. Each next one is the point
 // farthest from all points chosen so far. In this way an unusual point, such as a number in a text, gets a separate
@@ -123,7 +123,7 @@ static std::vector<float> along(const float * x, const float * weight, const int
     const float * farthest = rest.data() + (std::max_element(far.begin(), far.end()) - far.begin())*d;
     std::vector<float> direction(farthest, farthest + d);
     std::vector<float> at(n);
-    for (int turn = 0; turn <= n_turn; ++turn) {
+    for (int i_iteration = 0; i_iteration <= n_iteration; ++i_iteration) {
         float most = 0.0f;
         for (const float e : direction) {
             most = std::max(most, std::fabs(e));

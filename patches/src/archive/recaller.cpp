@@ -1,9 +1,9 @@
 #include "recaller.h"
 
 #include "convert.h"
-#include "made.h"
+#include "synthetic-cells.h"
 #include "staging.h"
-#include "together.h"
+#include "parallel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -44,12 +44,12 @@ struct gathering {
             T * to = to_k + ((size_t) i*l.n_head + head)*l.n_embd_k;
             if (i >= n) {
                 std::fill_n(to, l.n_embd_k, T {});
-            } else if (some[i].turn == 0 && l.n_map_k == 0 && !l.is_centered) {
+            } else if (some[i].delta == 0 && l.n_map_k == 0 && !l.is_centered) {
                 from(l.type_k, l.raw_key(head, some[i].place), to, l.n_embd_k);
             } else {
                 tokens.key(layer, head, some[i].pos, some[i].place, key.data());
-                if (some[i].turn != 0) {
-                    tokens.turns_of(layer).turn(key.data(), some[i].turn);
+                if (some[i].delta != 0) {
+                    tokens.rotations_of(layer).rotate(key.data(), some[i].delta);
                 }
                 from(key.data(), to, l.n_embd_k);
             }
@@ -93,7 +93,7 @@ static int64_t exact_of(const recaller & all, int n_tokens) {
     const int64_t n = (int64_t) (all.params.n_exact*longer)*std::min(n_tokens, n_apart);
 
     // the recalled tokens are chosen from the tokens that are attended to exactly
-    return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
+    return n > 0 && all.params.n_synthetic == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
 }
 
 // consecutive tokens of a step. They share one search, so they attend exactly to the same archived tokens
@@ -141,18 +141,18 @@ static void attend(attention & one, const ggml_tensor * dst, some_tokens some, r
     if (ith == 0) {
         one.make_room();
     }
-    all.meet(nth);
+    all.wait(nth);
 
     std::vector<float> queries;
     for (int head = ith; head < n_head; head += nth) {
         queries = queries_of(q, some, head, q->ne[1]/n_head, layer.type_q);
         one.find(head, queries.data());
     }
-    all.meet(nth);
+    all.wait(nth);
     for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
         one.attend(part);
     }
-    all.meet(nth);
+    all.wait(nth);
 }
 
 // Compute the attention to each archived token that is attended to exactly, as a share of the attention to live cells
@@ -180,11 +180,11 @@ static void weigh(attention & one, const ggml_tensor * dst, recalled_layer & lay
             one.set_sum(head, i, std::isfinite(own) && std::isfinite(sum) ? top + std::log(std::exp(sum - top) + std::exp(own - top)) : -INFINITY);
         }
     }
-    layer.all->attending.meet(nth);
+    layer.all->attending.wait(nth);
     for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
         one.weigh(part);
     }
-    layer.all->attending.meet(nth);
+    layer.all->attending.wait(nth);
 }
 
 static const attended_token no_token = { -1, -1, 0, 0.0f };
@@ -241,7 +241,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
     const ggml_tensor * q = dst->src[0];
 
     const int n_gqa  = q->ne[1]/l.n_head;
-    const int n_cell = q->ne[2]*p.n_made;
+    const int n_cell = q->ne[2]*p.n_synthetic;
 
     auto one = attention_of(dst, some, layer);
     attend(one, dst, some, layer, ith, nth);
@@ -249,7 +249,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
     T * to_k = (T *) dst->data;
     T * to_v = to_k + (size_t) n_cell*l.n_head*l.n_embd_k;
 
-    made_cells cells(n_gqa, l.n_embd_k, l.n_embd_v, layer.type_k, layer.logits);
+    synthetic_cells cells(n_gqa, l.n_embd_k, l.n_embd_v, layer.type_k, layer.logits);
 
     std::vector<float>  queries;
     std::vector<double> sums(n_gqa);
@@ -269,8 +269,8 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
         }
         cells.make(queries.data() + t*n_gqa*l.n_embd_k, sums.data(), found.data());
 
-        for (int g = 0; g < p.n_made; ++g) {
-            const size_t cell = (some.first + t)*p.n_made + g;
+        for (int g = 0; g < p.n_synthetic; ++g) {
+            const size_t cell = (some.first + t)*p.n_synthetic + g;
 
             T * k = to_k + (cell*l.n_head + head)*l.n_embd_k;
             if (g < n_gqa) {
@@ -287,7 +287,7 @@ static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, in
     }
 
     if (dst->src[2]) {
-        layer.all->attending.meet(nth);
+        layer.all->attending.wait(nth);
         weigh(one, dst, layer, ith, nth);
         for (int head = ith; head < l.n_head; head += nth) {
             note(layer, head, layer.all->n_traced, one.most_attended(head, layer.all->n_traced));
@@ -304,7 +304,7 @@ void make_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
     for (int first = 0; first < n_tokens; first += n) {
         if (first > 0) {
-            layer.all->attending.meet(nth);
+            layer.all->attending.wait(nth);
         }
         if (dst->type == GGML_TYPE_F16) {
             make<ggml_fp16_t>(dst, { first, n }, layer, ith, nth);
@@ -320,7 +320,7 @@ recaller::recaller(const archive_params & params, const std::vector<archive_shap
     for (size_t i = 0; i < shapes.size(); ++i) {
         recalled.push_back({ this, i, {}, GGML_TYPE_F32, GGML_TYPE_F32, {} });
     }
-    trace(params.n_made > 0 ? 0 : params.n_recall);
+    trace(params.n_synthetic > 0 ? 0 : params.n_recall);
 }
 
 void recaller::trace(int32_t n) {
@@ -354,7 +354,7 @@ void recaller::push(const gatherer & gather, const leaving & some, int n_thread,
         if (!gather(some.cells + c, std::min(n_most, some.n_cell - c), keep)) {
             throw std::runtime_error("a device failed to give its cells");
         }
-        together(n_thread, found.size(), [&](int i) { tokens.put(i, some.pos_0 + c, found[i]); });
+        parallel_for(n_thread, found.size(), [&](int i) { tokens.put(i, some.pos_0 + c, found[i]); });
     }
     tokens.finish(some, first, n_thread);
 }
@@ -371,9 +371,9 @@ ggml_tensor * recaller::build(
     // ggml converts queries to 8 bits for quantized keys
     recalled[i].type_q = ggml_is_quantized(k->type) ? GGML_TYPE_Q8_0 : GGML_TYPE_F32;
 
-    const bool made = params.n_made > 0;
+    const bool is_synthetic = params.n_synthetic > 0;
 
-    return ggml_custom_4d(ctx, type, n, 1, 1, 1, args, n_traced > 0 ? 4 : 2, made ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
+    return ggml_custom_4d(ctx, type, n, 1, 1, 1, args, n_traced > 0 ? 4 : 2, is_synthetic ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
 }
 
 } // namespace kvtool

@@ -37,7 +37,7 @@ struct recalled_layer {
 // - the probability of that cell, [n_head_q][n_tokens]
 void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// Custom ggml operation that computes n_made synthetic cells per token. userdata and dst: see recall_into. src: the
+// Custom ggml operation that computes n_synthetic synthetic cells per token. userdata and dst: see recall_into. src: the
 // same four tensors, or only the first two if no tokens are traced
 void make_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
@@ -48,7 +48,7 @@ public:
     // Calls f(i, contents) for each layer i, with the contents of these n cells. Returns false if a device failed
     using gatherer = std::function<bool (const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f)>;
 
-    // Copy these cells of all rows to the archive. If memory is short, throws no_room and leaves the archive unchanged.
+    // Copy these cells of all rows to the archive. If memory is short, throws out_of_space and leaves the archive unchanged.
     // staging: if not null, it copies the cells later if it can
     void push(const gatherer & gather, const leaving & some, int n_thread, staging * staging);
 

@@ -88,8 +88,8 @@ void residents::put_mean(size_t layer, int head, const means & all, size_t place
     get_key(all.sides.data() + place/n_side*all.size_k, place % n_side, key, l.n_embd_k);
     all.get_value(place, value);
 
-    // query_turn rotates a query; here the mean is rotated instead, so it is rotated in the opposite direction
-    tokens.turns_of(layer).turn(key, -tokens.query_turn(to, anchor));
+    // query_rotation rotates a query; here the mean is rotated instead, so it is rotated in the opposite direction
+    tokens.rotations_of(layer).rotate(key, -tokens.query_rotation(to, anchor));
 }
 
 void residents::put_token(size_t layer, int head, int64_t i, int64_t place, bool is_far, int cell, cells & out) const {
@@ -98,7 +98,7 @@ void residents::put_token(size_t layer, int head, int64_t i, int64_t place, bool
 
     tokens.key(layer, head, i, place, key);
     l.values(head, place, 1, value);
-    tokens.turns_of(layer).turn(key, tokens.turn_back(i, is_far, anchor));
+    tokens.rotations_of(layer).rotate(key, tokens.rotation_back(i, is_far, anchor));
 }
 
 void residents::begin(int64_t rot) {

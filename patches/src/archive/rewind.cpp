@@ -48,7 +48,7 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
             float * key = x.data() + head*l.n_embd_k;
             all.key(i, head, t, all.place_of(i, head, t), key);
             if (const int64_t delta = all.base_of(t) - base) {
-                all.turns_of(i).turn(key, delta);
+                all.rotations_of(i).rotate(key, delta);
             }
         }
         from_float(own.k->type, x.data(), raw.data() + j*own.k->nb[1], n_embd_k);
@@ -74,9 +74,9 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
         ggml_backend_tensor_set(own.v, raw.data(), cell*stride, raw.size());
         return;
     }
-    std::vector<uint8_t> turned(raw.size());
-    transpose(raw.data(), turned.data(), n, n_embd_v, one);
-    ggml_backend_tensor_set_2d(own.v, turned.data(), cell*one, one*n, n_embd_v, one*own.k->ne[1], one*n);
+    std::vector<uint8_t> rotated(raw.size());
+    transpose(raw.data(), rotated.data(), n, n_embd_v, one);
+    ggml_backend_tensor_set_2d(own.v, rotated.data(), cell*one, one*n, n_embd_v, one*own.k->ne[1], one*n);
 }
 
 void recaller::rewind(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {

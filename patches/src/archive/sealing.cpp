@@ -3,7 +3,7 @@
 
 #include "archive.h"
 
-#include "together.h"
+#include "parallel.h"
 
 #include <algorithm>
 #include <cstring>
@@ -101,7 +101,7 @@ void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far, 
     this->keys(layer, head, block*n_block + first, n, nullptr, keys.data());
     l.values(head, block*n_block + first, n, values.data());
     for (int i = 0; i < n; ++i) {
-        rope[layer].turn(keys.data() + i*l.n_embd_k, turn_to(to, block*n_block + first + i));
+        rope[layer].rotate(keys.data() + i*l.n_embd_k, rotation_to(to, block*n_block + first + i));
     }
 
     const auto found = known.find({ block, is_far });
@@ -159,7 +159,7 @@ void archive::seal_row(int row) {
 }
 
 void archive::seal(int n_thread) {
-    together(n_thread, n_row(), [&](int row) { seal_row(row); });
+    parallel_for(n_thread, n_row(), [&](int row) { seal_row(row); });
     known.clear();
     n_unsealed = 0;
 }
@@ -189,7 +189,7 @@ int archive::seal_some(int64_t n_max, int n_thread) {
     const int begin = end - n_unsealed;
     const int stop  = std::min(end, begin + 2*n_thread);
 
-    together(n_thread, stop - begin, [&](int i) { seal_row(begin + i); });
+    parallel_for(n_thread, stop - begin, [&](int i) { seal_row(begin + i); });
 
     n_unsealed = end - stop;
     if (n_unsealed == 0) {

@@ -3,7 +3,7 @@
 #include "choice.h"
 #include "convert.h"
 #include "products.h"
-#include "stored.h"
+#include "row-products.h"
 
 #include <algorithm>
 #include <cmath>
@@ -35,7 +35,7 @@ static const number_tables & numbers() {
 }
 
 search::search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact)
-    : all(all), i_layer(i), l(all[i]), rope(all.turns_of(i)), rot(rot), n_query(n_query), is_few(n_query <= n_few_columns), logits(logits)
+    : all(all), i_layer(i), l(all[i]), rope(all.rotations_of(i)), rot(rot), n_query(n_query), is_few(n_query <= n_few_columns), logits(logits)
     , n_exact(n_exact) {}
 
 int search::way_of(int64_t delta) {
@@ -63,7 +63,7 @@ void search::look_into_unsealed(int head, searched_row & row) {
         const auto & own = all.clusters_of(i_layer, head);
         begin = std::max(begin, own.end()*l.n_block);
     }
-    for (const auto & s : all.stretches(n_exact > 0 ? begin : all.far_end(), all.far_turn(rot))) {
+    for (const auto & s : all.stretches(n_exact > 0 ? begin : all.far_end(), all.far_rotation(rot))) {
         const bool is_far = n_exact == 0 && s.begin < all.far_end();
         for (int64_t i = std::max(begin, s.begin), end; i < s.end; i = end) {
             end = std::min(s.end, archived_layer::block_end(i));
@@ -235,23 +235,23 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
     multiply_add(estimate + 2, stride, powers.data(), n, 1, values.data(), n_value, n_query, n, n_value);
 }
 
-void search::turn(const float * queries, searched_row & row) {
+void search::rotate(const float * queries, searched_row & row) {
     const int64_t d = l.n_embd_k;
 
-    row.turned.resize(ways.size()*n_query*d);
+    row.rotated.resize(ways.size()*n_query*d);
     for (size_t way = 0; way < ways.size(); ++way) {
         for (int q = 0; q < n_query; ++q) {
-            float * to = row.turned.data() + (way*n_query + q)*d;
+            float * to = row.rotated.data() + (way*n_query + q)*d;
             std::copy_n(queries + q*d, d, to);
-            rope.turn_query(to, ways[way]);
+            rope.rotate_query(to, ways[way]);
         }
     }
     if (is_few && l.n_map_k > 0) {
-        row.mapped = row.turned;
+        row.mapped = row.rotated;
         hadamard(row.mapped.data(), row.mapped.size(), l.n_map_k);
     }
     if (has_bytes()) {
-        row.bytes.set((l.n_map_k > 0 ? row.mapped : row.turned).data(), ways.size()*n_query, d);
+        row.bytes.set((l.n_map_k > 0 ? row.mapped : row.rotated).data(), ways.size()*n_query, d);
     }
     if (!is_few) {
         const int n_column = columns(n_query);
@@ -259,7 +259,7 @@ void search::turn(const float * queries, searched_row & row) {
         for (size_t way = 0; way < ways.size(); ++way) {
             for (int q = 0; q < n_query; ++q) {
                 for (int64_t e = 0; e < d; ++e) {
-                    row.columns[(way*d + e)*n_column + q] = row.turned[(way*n_query + q)*d + e];
+                    row.columns[(way*d + e)*n_column + q] = row.rotated[(way*n_query + q)*d + e];
                 }
             }
         }
@@ -272,7 +272,7 @@ size_t search::multiply_clusters(const row_clusters & own, const float * queries
     runs.clear();
     n_item = 0;
 
-    const auto way = [&](int64_t block) { return way_of(all.query_turn(own[block].to, rot)); };
+    const auto way = [&](int64_t block) { return way_of(all.query_rotation(own[block].to, rot)); };
     size_t n_sets = 0;
     for (const bool is_set : { true, false }) {
         n_sets = n_item;
@@ -286,12 +286,12 @@ size_t search::multiply_clusters(const row_clusters & own, const float * queries
             block += is_grouped ? n_grouped : 1;
         }
     }
-    turn(queries, row);
+    rotate(queries, row);
 
     small    .resize(ways.size()*n_query);
     variances.resize(ways.size()*n_query);
     for (size_t i = 0; i < small.size(); ++i) {
-        const float * query = row.turned.data() + i*l.n_embd_k;
+        const float * query = row.rotated.data() + i*l.n_embd_k;
         small[i].set(query, l.n_embd_k);
         small[i].scale *= logits.scale;
         variances[i] = logits.scale*logits.scale*own.variance(query);
@@ -322,7 +322,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     look_into_unsealed(head, row);
 
     if (n_exact == 0) {
-        turn(queries, row);
+        rotate(queries, row);
         return;
     }
 

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "archive.h"
-#include "meeting.h"
+#include "barrier.h"
 #include "softmax.h"
-#include "stored.h"
+#include "row-products.h"
 
 #include <cstdint>
 #include <utility>
@@ -32,10 +32,10 @@ struct token_range {
 // search results of one row, shared by the threads of a layer
 struct searched_row {
     // The row's queries, once for each way (rotation of the queries).
-    std::vector<float> turned;  // Rotated queries: [way][query][n_embd_k].
-    std::vector<float> columns; // Only for many queries: `turned`, transposed to [way][n_embd_k][columns(n_query)].
-    std::vector<float> mapped;  // Only for few queries: `turned`, multiplied by the Hadamard matrix of stored keys.
-    byte_columns       bytes;   // Only if search::has_bytes: `mapped` (or `turned` if there is no matrix) in 8 bits.
+    std::vector<float> rotated;  // Rotated queries: [way][query][n_embd_k].
+    std::vector<float> columns; // Only for many queries: `rotated`, transposed to [way][n_embd_k][columns(n_query)].
+    std::vector<float> mapped;  // Only for few queries: `rotated`, multiplied by the Hadamard matrix of stored keys.
+    byte_columns       bytes;   // Only if search::has_bytes: `mapped` (or `rotated` if there is no matrix) in 8 bits.
 
     std::vector<token_range> looked; // tokens that are attended to exactly
     int64_t                  n_looked = 0;
@@ -129,10 +129,10 @@ public:
 
     // number of positions by which the key of a token in a range is rotated before it is multiplied with the range's
     // queries
-    int64_t turn_of(const token_range & range, int64_t place) const {
+    int64_t rotation_of(const token_range & range, int64_t place) const {
         const int64_t i = pos_of(range, place);
         if (range.sealed) {
-            return all.turn_to(range.sealed->to, i);
+            return all.rotation_to(range.sealed->to, i);
         }
         return range.is_far ? all.base_of(i) - i : 0;
     }
@@ -144,13 +144,13 @@ public:
 
     // number of positions by which the key of a token is rotated, so that it gets the right distance from the first
     // query
-    int64_t turn_back(const token_range & range, int64_t i) const { return all.turn_back(i, range.is_far, rot); }
+    int64_t rotation_back(const token_range & range, int64_t i) const { return all.rotation_back(i, range.is_far, rot); }
 
 private:
     const archive        & all;
     const size_t           i_layer;
     const archived_layer & l;
-    const turns          & rope;
+    const rotations          & rope;
 
     const int64_t      rot; // position that the first query is rotated to
     const int          n_query;
@@ -166,7 +166,7 @@ private:
     void multiply_runs(size_t first, size_t item);
     void set_scores(std::vector<float> & powers);
 
-    void turn(const float * queries, searched_row & row);
+    void rotate(const float * queries, searched_row & row);
     size_t multiply_clusters(const row_clusters & own, const float * queries, int64_t n, searched_row & row);
     void pick_sets(const row_clusters & own, size_t n_sets, int64_t n);
     void look_into_unsealed(int head, searched_row & row);

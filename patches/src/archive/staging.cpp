@@ -1,7 +1,7 @@
 #include "staging.h"
 
 #include "convert.h"
-#include "no_room.h"
+#include "out-of-space.h"
 
 #include "../ggml/src/ggml-impl.h"
 
@@ -47,8 +47,8 @@ static ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-static no_room no_device_memory(size_t n_bytes) {
-    return no_room("a device has no " + std::to_string(n_bytes >> 20) + " MiB for archived tokens");
+static out_of_space no_device_memory(size_t n_bytes) {
+    return out_of_space("a device has no " + std::to_string(n_bytes >> 20) + " MiB for archived tokens");
 }
 
 static bool lie_apart(const std::vector<layer> & layers) {

@@ -28,7 +28,7 @@ public:
     static std::string unsupported(const archive & tokens, const std::vector<layer> & layers);
 
     // n_token: number of rows of each head, for archived tokens and live cells together. n_thread: number of threads of
-    // the context; it determines the number of clustering threads. Throws no_room if a device lacks memory.
+    // the context; it determines the number of clustering threads. Throws out_of_space if a device lacks memory.
     staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread);
     ~staging();
 

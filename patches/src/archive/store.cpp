@@ -1,6 +1,6 @@
 #include "store.h"
 
-#include "no_room.h"
+#include "out-of-space.h"
 
 #include "../ggml/src/ggml-impl.h"
 
@@ -22,8 +22,8 @@ namespace kvtool {
 // class slab_maps
 //
 
-static no_room no_memory(size_t n_bytes) {
-    return no_room("no memory for " + std::to_string(n_bytes/1024) + " KiB more of the archive");
+static out_of_space no_memory(size_t n_bytes) {
+    return out_of_space("no memory for " + std::to_string(n_bytes/1024) + " KiB more of the archive");
 }
 
 #if defined(_WIN32)
@@ -132,7 +132,7 @@ uint8_t * slab_maps::take() {
         void * p = mmap(nullptr, n_region*size, PROT_READ | PROT_WRITE, has_file() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd,
                 has_file() ? n_slab*size : 0);
         if (p == MAP_FAILED) {
-            throw has_file() ? no_room(std::string("no room for the archive in the address space: ") + strerror(errno)) : no_memory(size);
+            throw has_file() ? out_of_space(std::string("no room for the archive in the address space: ") + strerror(errno)) : no_memory(size);
         }
 #if defined(MADV_HUGEPAGE)
         if (!has_file()) {
@@ -149,7 +149,7 @@ uint8_t * slab_maps::take() {
     }
     if (has_file()) {
         if (const int error = grow(fd, n_slab*size, size)) {
-            throw no_room(std::string("no room for the archive on the disk: ") + strerror(error));
+            throw out_of_space(std::string("no room for the archive on the disk: ") + strerror(error));
         }
     }
 

@@ -26,7 +26,7 @@ public:
 
     bool has_file() const { return fd >= 0; }
 
-    // allocate one more slab; throws no_room
+    // allocate one more slab; throws out_of_space
     uint8_t * take();
 
     // return a slab's memory to the system; not for slabs of a file
@@ -65,10 +65,10 @@ public:
     void open(const std::string & path);
 
     // Provide slabs for exactly the tokens begin .. end - 1. Slabs that already hold some of these tokens stay
-    // unchanged. Other slabs are reused. If there is no memory, throws no_room and changes nothing.
+    // unchanged. Other slabs are reused. If there is no memory, throws out_of_space and changes nothing.
     void fit(int64_t begin, int64_t end);
 
-    // allocate the memory that `fit` will need; throws no_room
+    // allocate the memory that `fit` will need; throws out_of_space
     void reserve(int64_t begin, int64_t end);
 
     // return unused slabs to the system; slabs in a file are kept

@@ -8,7 +8,7 @@
 
 #include "devices.h"
 #include "graphs.h"
-#include "halving.h"
+#include "reduce-middle.h"
 #include "masks.h"
 #include "probes.h"
 #include "hooks/memory.h"
@@ -77,13 +77,13 @@ struct deferred_inputs {
                     limit.push<float>(n_live(head) - n + t);
                 }
             }
-            for (int head = 0; head < l.n_head && kvtool.places.is_on(); ++head) {
+            for (int head = 0; head < l.n_head && kvtool.positions.is_on(); ++head) {
                 for (int c = 0; c < n_kv; ++c) {
-                    keys.push<float>(c < n_live(head) ? kvtool.places.get(i, head, c) : 0);
+                    keys.push<float>(c < n_live(head) ? kvtool.positions.get(i, head, c) : 0);
                 }
             }
-            for (int t = 0; t < n && i == 0 && kvtool.places.is_on(); ++t) {
-                pos.push<float>(kvtool.places.get(0, 0, n_live(0) - n + t));
+            for (int t = 0; t < n && i == 0 && kvtool.positions.is_on(); ++t) {
+                pos.push<float>(kvtool.positions.get(0, 0, n_live(0) - n + t));
             }
         }
     }

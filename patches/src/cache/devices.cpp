@@ -1,6 +1,6 @@
 #include "devices.h"
 
-#include "archive/no_room.h"
+#include "archive/out-of-space.h"
 #include "hooks/error.h"
 #include "hooks/llama-kvtool.h"
 
@@ -88,7 +88,7 @@ ggml_backend_buffer_ptr host_buffer(ggml_backend_buffer_type_t buft, size_t n_by
 
     ggml_backend_buffer_ptr res { ggml_backend_buft_alloc_buffer(host ? host : ggml_backend_cpu_buffer_type(), n_bytes) };
     if (!res) {
-        throw no_room("the host has no memory for copies to a device");
+        throw out_of_space("the host has no memory for copies to a device");
     }
     return res;
 }

@@ -22,7 +22,7 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares);
 bool lies_on_worker(const layer & l);
 
 // Memory on the host for copies to and from a device with this type of buffers. It is pinned if the device has pinned
-// memory: copies from other memory are slower and block the device. Throws no_room if there is no memory
+// memory: copies from other memory are slower and block the device. Throws out_of_space if there is no memory
 ggml_backend_buffer_ptr host_buffer(ggml_backend_buffer_type_t buft, size_t n_bytes);
 
 } // namespace kvtool

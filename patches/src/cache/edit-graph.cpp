@@ -1,7 +1,7 @@
 #include "edit-graph.h"
 
 #include "hooks/error.h"
-#include "halving.h"
+#include "reduce-middle.h"
 #include "hooks/memory.h"
 #include "hooks/state.h"
 
@@ -23,7 +23,7 @@ struct graph_inputs {
 
 // offsets in the input tensors at which the entries of one layer begin
 struct layer_inputs {
-    size_t k_src = 0, k_dst_moves = 0, k_dst_turns = 0, k_delta = 0;
+    size_t k_src = 0, k_dst_moves = 0, k_dst_rotated = 0, k_delta = 0;
     size_t v_src = 0, v_dst = 0;
     size_t m_dst = 0, m_src[n_level] = {}, m_weight[n_level] = {};
 };
@@ -71,10 +71,10 @@ static graph_inputs fill_inputs(
             in.idx_dst.push<int32_t>(index(m.row, m.dst));
         });
 
-        a.k_dst_turns = in.idx_dst.start(align);
+        a.k_dst_rotated = in.idx_dst.start(align);
         a.k_delta     = in.delta.start(align);
         std::vector<int32_t> deltas;
-        repeated(e.turns, s.n_turns, [&](const llama_kvtool_move & m) {
+        repeated(e.rotated, s.n_rotated, [&](const llama_kvtool_move & m) {
             in.idx_src.push<int32_t>(index(m.row, m.src));
             in.idx_dst.push<int32_t>(index(m.row, m.dst));
             deltas.push_back(m.delta);
@@ -133,29 +133,29 @@ ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, gg
 }
 
 // rotate stored keys [n_embd, n] by delta positions
-static ggml_tensor * build_turn(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * delta, ggml_tensor * rot) {
+static ggml_tensor * build_rotation(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * delta, ggml_tensor * rot) {
     return mapped(ctx, l, l.rope.build(ctx, mapped(ctx, l, keys, rot), delta), rot);
 }
 
 static ggml_tensor * build_keys(
         ggml_context * ctx, const layer & l, const layer_shape & s, const graph_inputs & in, const layer_inputs & a, ggml_tensor * rot) {
     const int64_t n_moves = s.n_moves;
-    const int64_t n_turns = s.n_turns;
+    const int64_t n_rotated = s.n_rotated;
     const int64_t n_embd  = l.n_embd_k;
 
     ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
 
     // gather all keys in one operation, so that every key is read before any key is written
-    ggml_tensor * x = ggml_get_rows(ctx, k, in.idx_src.view(ctx, a.k_src, n_moves + n_turns));
+    ggml_tensor * x = ggml_get_rows(ctx, k, in.idx_src.view(ctx, a.k_src, n_moves + n_rotated));
 
     if (n_moves > 0) {
         ggml_tensor * moved = ggml_view_2d(ctx, x, n_embd, n_moves, x->nb[1], 0);
         k = ggml_set_rows(ctx, k, moved, in.idx_dst.view(ctx, a.k_dst_moves, n_moves));
     }
-    if (n_turns > 0) {
-        ggml_tensor * turned = ggml_view_2d(ctx, x, n_embd, n_turns, x->nb[1], n_moves*x->nb[1]);
-        turned = build_turn(ctx, l, turned, in.delta.view(ctx, a.k_delta, n_deltas(l, n_turns)), rot);
-        k = ggml_set_rows(ctx, k, turned, in.idx_dst.view(ctx, a.k_dst_turns, n_turns));
+    if (n_rotated > 0) {
+        ggml_tensor * rotated = ggml_view_2d(ctx, x, n_embd, n_rotated, x->nb[1], n_moves*x->nb[1]);
+        rotated = build_rotation(ctx, l, rotated, in.delta.view(ctx, a.k_delta, n_deltas(l, n_rotated)), rot);
+        k = ggml_set_rows(ctx, k, rotated, in.idx_dst.view(ctx, a.k_dst_rotated, n_rotated));
     }
 
     return k;
@@ -204,7 +204,7 @@ bool edit_graph(
     bool none = true;
     for (const size_t i : p.layers) {
         const auto s = shape_of(edits[i], with_k, with_v && layers[i].v, v_trans);
-        none = none && s.n_moves + s.n_turns + s.n_moved + s.n_merged[0] == 0;
+        none = none && s.n_moves + s.n_rotated + s.n_moved + s.n_merged[0] == 0;
         shapes.push_back(s);
     }
     if (none) {
@@ -234,7 +234,7 @@ bool edit_graph(
         const auto & l = layers[p.layers[i]];
         const auto & s = shapes[i];
 
-        if (s.n_moves + s.n_turns > 0) {
+        if (s.n_moves + s.n_rotated > 0) {
             ggml_build_forward_expand(gf, build_keys(ctx, l, s, in, at[i], rot));
         }
         if (s.n_moved + s.n_merged[0] > 0) {

@@ -120,7 +120,7 @@ static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama
         const int at = index[m.row];
 
         if (m.delta != 0 && layers[at].rope.is_rotary()) {
-            res[at].turns.push_back(m);
+            res[at].rotated.push_back(m);
         } else if (m.src != m.dst) {
             res[at].moves.push_back(m);
         }
@@ -160,7 +160,7 @@ static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvto
     for (const int c : memory::shift_swa(*kv, delta)) {
         for (size_t i = 0; i < layers.size(); ++i) {
             for (int head = 0; head < layers[i].n_head && layers[i].rope.is_rotary(); ++head) {
-                edits[i].turns.push_back({ head, c, c, delta });
+                edits[i].rotated.push_back({ head, c, c, delta });
             }
         }
     }
@@ -187,14 +187,14 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     const auto edits = by_layer(kvtool, edit);
 
     bool host  = !edit.force_graph;
-    bool turns = false;
+    bool rotates = false;
 
     for (size_t i = 0; i < layers.size(); ++i) {
         host  = host && ggml_backend_buffer_is_host(layers[i].k->buffer) && (!layers[i].v || ggml_backend_buffer_is_host(layers[i].v->buffer));
-        turns = turns || !edits[i].turns.empty();
+        rotates = rotates || !edits[i].rotated.empty();
     }
 
-    const bool k_host = host && !turns;
+    const bool k_host = host && !rotates;
 
     for (const auto & p : k_host ? std::vector<part>() : kvtool.graphs.parts(layers, KEPT_EDITS)) {
         if (!edit_graph(kvtool, lctx, *kv, layers, p, edits, true, !host)) {
@@ -207,7 +207,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
 
     edit_host(kvtool, edits, k_host, host);
 
-    kvtool.places.move(layers, edit);
+    kvtool.positions.move(layers, edit);
     if (kvtool.resident) {
         kvtool.resident->forget_live();
     }

@@ -2,10 +2,10 @@
 
 #include "edit-graph.h"
 #include "hooks/error.h"
-#include "halving.h"
+#include "reduce-middle.h"
 #include "hooks/memory.h"
 #include "hooks/state.h"
-#include "archive/turns.h"
+#include "archive/rotations.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
@@ -20,8 +20,8 @@ namespace kvtool {
 static constexpr int64_t n_together = 1024;
 
 // mean of the matrices that rotate a query by 0 .. n - 1 positions: [n_embd, n_embd]
-static std::vector<float> mean_turn(const layer & l, int n) {
-    const turns own(rotation(l, 0), l.n_embd_k, n);
+static std::vector<float> mean_rotation(const layer & l, int n) {
+    const rotations own(rotation(l, 0), l.n_embd_k, n);
 
     std::vector<float>  one(l.n_embd_k);
     std::vector<double> sum;
@@ -32,7 +32,7 @@ static std::vector<float> mean_turn(const layer & l, int n) {
         for (int u = 0; u < n; ++u) {
             std::fill(one.begin(), one.end(), 0.0f);
             one[j] = 1.0f;
-            own.turn_query(one.data(), u);
+            own.rotate_query(one.data(), u);
             for (int64_t d = 0; d < l.n_embd_k; ++d) {
                 sum[d] += one[d];
             }
@@ -47,13 +47,13 @@ static std::vector<float> mean_turn(const layer & l, int n) {
 // offsets of one layer's inputs
 struct asker_inputs {
     size_t delta = 0;
-    size_t turn  = 0;
+    size_t mean  = 0;
 };
 
 // Rotated queries [n_embd, n, n_head]. Each query is first rotated by `delta` to the next token's position. Then it is
-// multiplied by the matrix `turn`, the mean of the rotations by 0 .. n_future - 1 positions
+// multiplied by the matrix `mean`, the mean of the rotations by 0 .. n_future - 1 positions
 static ggml_tensor * build_queries(
-        ggml_context * ctx, const layer & l, const queries::asker & a, ggml_tensor * idx, ggml_tensor * delta, ggml_tensor * turn,
+        ggml_context * ctx, const layer & l, const queries::asker & a, ggml_tensor * idx, ggml_tensor * delta, ggml_tensor * mean,
         ggml_tensor * rot) {
     const int64_t n = idx->ne[0];
 
@@ -74,7 +74,7 @@ static ggml_tensor * build_queries(
         if (l.rope.scale) {
             q = ggml_div(ctx, q, l.rope.scale);
         }
-        q = ggml_mul_mat(ctx, ggml_reshape_2d(ctx, turn, a.n_embd, a.n_embd), q);
+        q = ggml_mul_mat(ctx, ggml_reshape_2d(ctx, mean, a.n_embd, a.n_embd), q);
         q = mapped(ctx, l, q, rot);
     }
 
@@ -94,7 +94,7 @@ int32_t read_future(
 
     input in_idx   { GGML_TYPE_I32, {}, nullptr };
     input in_delta { GGML_TYPE_I32, {}, nullptr };
-    input in_turn  { GGML_TYPE_F32, {}, nullptr };
+    input in_rotation  { GGML_TYPE_F32, {}, nullptr };
 
     const size_t align = part {}.align();
 
@@ -114,7 +114,7 @@ int32_t read_future(
     std::vector<int>          first_head(layers.size());
     std::vector<int>          first;
 
-    // The mean rotation that in_turn has last. If the next layer's rotation is equal, it uses the same entries
+    // The mean rotation that in_rotation has last. If the next layer's rotation is equal, it uses the same entries
     const std::vector<float> * last = nullptr;
     size_t last_at = 0;
     for (const auto & a : asked.askers) {
@@ -133,19 +133,19 @@ int32_t read_future(
         at.back().delta = in_delta.start(align);
         push_deltas(l, deltas, in_delta);
 
-        auto & turn = kvtool.mean_turns[a.i];
-        if (turn.empty()) {
-            turn = mean_turn(l, kvtool.params.n_future);
+        auto & matrix = kvtool.mean_rotations[a.i];
+        if (matrix.empty()) {
+            matrix = mean_rotation(l, kvtool.params.n_future);
         }
-        if (last && *last == turn) {
-            at.back().turn = last_at;
+        if (last && *last == matrix) {
+            at.back().mean = last_at;
             continue;
         }
-        at.back().turn = last_at = in_turn.start(align);
-        for (const float x : turn) {
-            in_turn.push(x);
+        at.back().mean = last_at = in_rotation.start(align);
+        for (const float x : matrix) {
+            in_rotation.push(x);
         }
-        last = &turn;
+        last = &matrix;
     }
 
     // number of cells to read in a layer
@@ -169,7 +169,7 @@ int32_t read_future(
             }
             ggml_tensor * q = build_queries(ctx, l, a, in_idx.t,
                     l.rope.is_rotary() ? in_delta.view(ctx, at[j].delta, n_deltas(l, n_last)) : nullptr,
-                    l.rope.is_rotary() ? in_turn.view(ctx, at[j].turn, (int64_t) a.n_embd*a.n_embd) : nullptr, rot);
+                    l.rope.is_rotary() ? in_rotation.view(ctx, at[j].mean, (int64_t) a.n_embd*a.n_embd) : nullptr, rot);
 
             ggml_tensor * mu   = ggml_scale(ctx, sum_middle(ctx, q), 1.0f/n_last);
             ggml_tensor * rest = ggml_sub(ctx, q, mu);
@@ -220,7 +220,7 @@ int32_t read_future(
         max_nodes += 96 + (n_own(layers[a.i])/n_together + 1)*64;
     }
 
-    if (!kvtool.graphs.compute_each(lctx, *memory::cache(lctx), layers, max_nodes, { &in_idx, &in_delta, &in_turn }, build, read)) {
+    if (!kvtool.graphs.compute_each(lctx, *memory::cache(lctx), layers, max_nodes, { &in_idx, &in_delta, &in_rotation }, build, read)) {
         return fail("the device failed to read logits");
     }
     return 0;

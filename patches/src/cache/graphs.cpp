@@ -82,7 +82,7 @@ void graphs::clear() {
 // build the graph that a spare keeps; returns false if the device lacks memory
 static bool keep_graph(
         const llama_kv_cache & kv, const part & p, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build) {
-    static std::atomic<uint64_t> n_made;
+    static std::atomic<uint64_t> n_synthetic;
 
     auto & kept = *p.kept;
 
@@ -127,7 +127,7 @@ static bool keep_graph(
         ggml_backend_tensor_set(rot, memory::key_rotation(kv, rot->ne[0]).data(), 0, ggml_nbytes(rot));
     }
     // ggml's RPC client recognizes the graph by this id
-    gf->uid = ++n_made;
+    gf->uid = ++n_synthetic;
     kept.gf = gf;
 
     return true;

@@ -12,7 +12,7 @@ namespace kvtool {
 
 struct layer_edit {
     std::vector<llama_kvtool_move> moves; // Moves to another cell without rotation of the key.
-    std::vector<llama_kvtool_move> turns; // Moves that rotate the key. src may be equal to dst.
+    std::vector<llama_kvtool_move> rotated; // Moves that rotate the key. src may be equal to dst.
 
     std::vector<llama_kvtool_term> terms;
 };
@@ -20,7 +20,7 @@ struct layer_edit {
 // moves of values: all moves, except rotations of keys that stay in their cell
 inline std::vector<llama_kvtool_move> values_moved(const layer_edit & edit) {
     auto res = edit.moves;
-    std::copy_if(edit.turns.begin(), edit.turns.end(), std::back_inserter(res),
+    std::copy_if(edit.rotated.begin(), edit.rotated.end(), std::back_inserter(res),
             [](const llama_kvtool_move & m) { return m.src != m.dst; });
     return res;
 }

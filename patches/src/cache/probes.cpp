@@ -2,7 +2,7 @@
 
 #include "probes.h"
 
-#include "halving.h"
+#include "reduce-middle.h"
 #include "hooks/hooks.h"
 #include "hooks/input.h"
 #include "hooks/state.h"

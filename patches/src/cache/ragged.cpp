@@ -139,15 +139,15 @@ static ggml_tensor * distances(const llm_graph_context & graph, const layer & l,
 }
 
 // mask that shows each token only the synthetic cells that were computed for it
-static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * kq_mask, int64_t n_gqa) {
+static ggml_tensor * synthetic_mask(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * kq_mask, int64_t n_gqa) {
     const int64_t n_tokens = kq_mask->ne[1];
-    if (n_tokens == 1 && n_gqa == kvtool.params.n_made) {
+    if (n_tokens == 1 && n_gqa == kvtool.params.n_synthetic) {
         return kq_mask;
     }
 
     ggml_context * ctx = graph.ctx0;
 
-    auto & all = graph_input(graph).made;
+    auto & all = graph_input(graph).synthetic_masks;
     const auto it = std::find_if(all.begin(), all.end(), [&](const auto & m) { return m.n_gqa == n_gqa; });
     if (it != all.end()) {
         return it->mask;
@@ -170,10 +170,10 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
         // llama_kvtool_resident makes the mask for this step
         return kq_mask;
     }
-    if (kvtool && kvtool->params.n_made > 0 && kvtool->n_archived() > 0 && !kvtool->is_staging() && kvtool->find(il)) {
-        return made_mask(graph, *kvtool, kq_mask, graph.hparams.n_head(il)/kvtool->find(il)->n_head);
+    if (kvtool && kvtool->params.n_synthetic > 0 && kvtool->n_archived() > 0 && !kvtool->is_staging() && kvtool->find(il)) {
+        return synthetic_mask(graph, *kvtool, kq_mask, graph.hparams.n_head(il)/kvtool->find(il)->n_head);
     }
-    if (!kvtool || (!kvtool->params.ragged && !kvtool->places.is_on()) || !kvtool->find(il)) {
+    if (!kvtool || (!kvtool->params.ragged && !kvtool->positions.is_on()) || !kvtool->find(il)) {
         return kq_mask;
     }
 
@@ -184,7 +184,7 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
     const int i = &l - kvtool->layers.data();
 
     ggml_tensor * x = kvtool->params.ragged ? ragged_mask(graph, l, i) : plain_mask(ctx, kq_mask);
-    if (kvtool->places.is_on()) {
+    if (kvtool->positions.is_on()) {
         x = ggml_add(ctx, distances(graph, l, i, x->ne[0], x->ne[1]), x);
     }
 
@@ -257,7 +257,7 @@ ggml_tensor * llama_kvtool_ragged(
 
     // This attention cannot be used with ALiBi. ggml chooses a head's slope by the head's index in the third dimension,
     // but here this dimension has only the heads of one group
-    if (!kvtool || !kvtool->params.ragged || !graph.cparams.flash_attn || !kvtool->find(il) || kvtool->places.is_on()) {
+    if (!kvtool || !kvtool->params.ragged || !graph.cparams.flash_attn || !kvtool->find(il) || kvtool->positions.is_on()) {
         return nullptr;
     }
 
@@ -327,9 +327,9 @@ static bool prepare(llama_context & lctx, uint32_t n_tokens) {
                 LLAMA_LOG_ERROR("the device failed to write archived tokens\n");
                 return false;
             }
-        } else if (kvtool->params.n_made > 0 && kvtool->n_archived() > 0) {
-            if (n_tokens > (uint32_t) (kvtool->n_filled()/kvtool->params.n_made)) {
-                LLAMA_LOG_ERROR("%d cells cannot be made for %u tokens\n", kvtool->n_filled(), n_tokens);
+        } else if (kvtool->params.n_synthetic > 0 && kvtool->n_archived() > 0) {
+            if (n_tokens > (uint32_t) (kvtool->n_filled()/kvtool->params.n_synthetic)) {
+                LLAMA_LOG_ERROR("%d cells are too few for the synthetic cells of %u tokens\n", kvtool->n_filled(), n_tokens);
                 return false;
             }
             kvtool->fill_recalled(lctx, n_tokens);

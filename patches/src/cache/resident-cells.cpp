@@ -1,9 +1,9 @@
 #include "resident-cells.h"
 
 #include "archive/convert.h"
-#include "archive/no_room.h"
+#include "archive/out-of-space.h"
 #include "archive/softmax.h"
-#include "archive/stored.h"
+#include "archive/row-products.h"
 #include "devices.h"
 
 #include "llama-context.h"
@@ -94,7 +94,7 @@ void resident_cells::make_device(device & d) {
 
     d.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, d.buft));
     if (!d.buffer) {
-        throw no_room("a device has no memory for residents");
+        throw out_of_space("a device has no memory for residents");
     }
     ggml_backend_buffer_clear(d.buffer.get(), 0);
 

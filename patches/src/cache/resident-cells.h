@@ -30,7 +30,7 @@ public:
 
     // n_query: maximum number of tokens of a step. n_filled: number of cells that steps fill from the archive. They lie
     // before the residents' cells, and steps with residents do not see them. n_thread: number of threads that choose
-    // residents. Throws no_room if a device lacks memory
+    // residents. Throws out_of_space if a device lacks memory
     resident_cells(
             const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, const resident_sizes & n, int n_query, int n_filled, int n_thread);
 

@@ -24,7 +24,7 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
 
     if (with_k) {
         res.n_moves = e.moves.size();
-        res.n_turns = e.turns.size();
+        res.n_rotated = e.rotated.size();
     }
     if (with_v) {
         res.n_moved = values_moved(e).size();
@@ -36,7 +36,7 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
     }
     // Values use the keys' list of moves, with two exceptions. Transposed values need other indices. Rotated keys are
     // not in the list of moves, although their values may have to move
-    res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
+    res.shared = with_k && with_v && !v_trans && res.n_rotated == 0;
 
     return res;
 }
@@ -53,14 +53,14 @@ static int64_t rounded_up(int64_t n) {
 int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
     const int64_t n_part = v_trans && l.v ? l.n_embd_v : 1;
 
-    int64_t res = 8*s.n_moves + 12*s.n_turns + (s.shared ? 0 : 8*n_part*s.n_moved) + 4*n_part*s.n_merged[0];
+    int64_t res = 8*s.n_moves + 12*s.n_rotated + (s.shared ? 0 : 8*n_part*s.n_moved) + 4*n_part*s.n_merged[0];
     for (int i = 0; i < n_level; ++i) {
         res += (4*n_part + 4)*level_width(i)*s.n_merged[i];
     }
     return res;
 }
 
-static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
+static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_rotated, &layer_shape::n_moved };
 
 // True if a list of n entries fits into a list of length `room`. The rest of the longer list is filled with copies of
 // the last entry. An empty list has no entry that could be copied, so it fits only if `room` is 0

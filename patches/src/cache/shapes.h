@@ -34,7 +34,7 @@ std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms);
 // lengths of a layer's lists
 struct layer_shape {
     int64_t n_moves = 0; // Number of keys that move without rotation.
-    int64_t n_turns = 0; // Number of keys that are rotated, with or without a move.
+    int64_t n_rotated = 0; // Number of keys that are rotated, with or without a move.
     int64_t n_moved = 0; // Number of values that move.
 
     std::array<int64_t, n_level> n_merged = {}; // for each level, the number of merged values with terms on it

@@ -1,6 +1,6 @@
 #include "signals.h"
 
-#include "halving.h"
+#include "reduce-middle.h"
 
 #include "llama-context.h"
 

@@ -156,7 +156,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
     l.v = v;
     l.n_cell = n;
     if (&some == &layers) {
-        places.resize(i, n);
+        positions.resize(i, n);
     }
 
     graphs.clear();

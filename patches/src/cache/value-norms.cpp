@@ -1,7 +1,7 @@
 #include "value-norms.h"
 
 #include "graphs.h"
-#include "halving.h"
+#include "reduce-middle.h"
 #include "hooks/error.h"
 #include "hooks/memory.h"
 #include "hooks/state.h"

@@ -431,9 +431,9 @@ int32_t llama_kvtool_trace(llama_context * ctx, int32_t n) {
     if (!kvtool) {
         return -1;
     }
-    const bool made = kvtool->params.n_made > 0;
-    if (n < 0 || n > most_traced || (!made && n != kvtool->params.n_recall)) {
-        return fail(format("n must be in %d..%d, got %d", made ? 0 : kvtool->params.n_recall, made ? most_traced : kvtool->params.n_recall, n));
+    const bool is_synthetic = kvtool->params.n_synthetic > 0;
+    if (n < 0 || n > most_traced || (!is_synthetic && n != kvtool->params.n_recall)) {
+        return fail(format("n must be in %d..%d, got %d", is_synthetic ? 0 : kvtool->params.n_recall, is_synthetic ? most_traced : kvtool->params.n_recall, n));
     }
     return guarded([&]() -> int32_t {
         kvtool->archive->trace(n);

@@ -163,7 +163,7 @@ int64_t llama_kvtool_set_cells(llama_context * ctx, int32_t layer, const uint8_t
     return copy_cells(ctx, layer, nullptr, in, n_cell);
 }
 
-int32_t llama_kvtool_set_places(llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell) {
+int32_t llama_kvtool_set_positions(llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
@@ -172,11 +172,11 @@ int32_t llama_kvtool_set_places(llama_context * ctx, const int32_t * pos, int32_
         return fail(format("pos must not be null, n_row must be %d and n_cell in 0..%d, got %d and %d",
                 kvtool->n_row, kvtool->most_cells(), n_row, n_cell));
     }
-    for (size_t i = 0; kvtool->places.is_on() && i < kvtool->layers.size(); ++i) {
+    for (size_t i = 0; kvtool->positions.is_on() && i < kvtool->layers.size(); ++i) {
         const auto & l = kvtool->layers[i];
         for (int head = 0; head < l.n_head; ++head) {
             for (int c = 0; c < std::min(n_cell, l.n_cell); ++c) {
-                kvtool->places.put(i, head, c, pos[(size_t) (l.row_0 + head)*n_cell + c]);
+                kvtool->positions.put(i, head, c, pos[(size_t) (l.row_0 + head)*n_cell + c]);
             }
         }
     }

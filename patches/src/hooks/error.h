@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "archive/no_room.h"
+#include "archive/out-of-space.h"
 #include "llama-kvtool.h"
 
 #include <cstdint>
@@ -19,7 +19,7 @@ template <typename F>
 auto guarded(F && f) -> decltype(f()) {
     try {
         return f();
-    } catch (const no_room & e) {
+    } catch (const out_of_space & e) {
         fail(e.what());
         return LLAMA_KVTOOL_NO_ROOM;
     } catch (const std::exception & e) {

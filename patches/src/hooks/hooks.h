@@ -69,7 +69,7 @@ bool llama_kvtool_store(
         std::initializer_list<ggml_tensor *> unused = {});
 
 // If there is an archive, compute the attention of the queries q to it, and write the result to the layer's last cells.
-// The result is synthetic cells if llama_kvtool_params::n_made is above 0, otherwise the archived tokens with the most
+// The result is synthetic cells if llama_kvtool_params::n_synthetic is above 0, otherwise the archived tokens with the most
 // attention
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);

@@ -72,10 +72,10 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         for (int head = 0; head < l.n_head; ++head) {
             const int n = kvtool.params.ragged ? kvtool.live[l.row_0 + head] : kvtool.n_own;
             for (int64_t t = 0; t < n_tokens; ++t) {
-                kvtool.places.put(d.i, head, n + t, ubatch->pos[t]);
+                kvtool.positions.put(d.i, head, n + t, ubatch->pos[t]);
             }
             for (int c = 0; c < n + n_tokens; ++c) {
-                f[head*n_kv + c] = kvtool.places.get(d.i, head, c);
+                f[head*n_kv + c] = kvtool.positions.get(d.i, head, c);
             }
         }
         ggml_backend_tensor_set(d.keys, f.data(), 0, ggml_nbytes(d.keys));
@@ -89,15 +89,15 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         stage.set_input(*kvtool.staging);
     }
 
-    for (const auto & m : made) {
-        const int64_t n_made = kvtool.params.n_made;
+    for (const auto & m : synthetic_masks) {
+        const int64_t n_synthetic = kvtool.params.n_synthetic;
         const int64_t first  = kvtool.layers[0].n_cell - kvtool.params.n_recall;
         const int64_t n_kv   = m.seen->ne[0];
 
         f.assign(ggml_nelements(m.seen), 0.0f);
         for (int64_t t = 0; t < m.seen->ne[1]; ++t) {
             for (int64_t c = first; c < n_kv; ++c) {
-                const bool own = (c - first)/n_made == t && (c - first) % n_made < m.n_gqa;
+                const bool own = (c - first)/n_synthetic == t && (c - first) % n_synthetic < m.n_gqa;
                 f[t*n_kv + c] = own ? 0.0f : -INFINITY;
             }
         }

@@ -57,14 +57,14 @@ public:
     std::vector<distances> biased;
 
     // masks of synthetic cells, for rows with n_gqa query heads
-    struct made {
+    struct synthetic_mask {
         int64_t n_gqa;
 
         ggml_tensor * seen; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY.
         ggml_tensor * mask; // Sum of llama.cpp's mask and `seen`.
     };
 
-    std::vector<made> made;
+    std::vector<synthetic_mask> synthetic_masks;
 
     // Indices of the cells that a step fills from the archive. If the first such cell has the same index in several
     // layers, these layers share the input

@@ -81,7 +81,7 @@ struct llama_kvtool_params {
     // Number of synthetic cells per token of a step: one for each query head of a row. Attention to these cells equals
     // attention to the whole archive. If this is 0, the n_recall archived tokens with the most attention return to
     // cells instead
-    int32_t n_made;
+    int32_t n_synthetic;
     // In a step of one token, each row attends exactly to all archived tokens without clusters, and to about n_exact
     // tokens in the clusters with the most attention per token. All other clusters are represented by their means. If
     // n_exact is 0, the step attends exactly to all archived tokens
@@ -289,7 +289,7 @@ LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t lay
 
 // Set the positions of the keys in each row's first n_cell cells: pos[n_row][n_cell]. Only models with ALiBi need this,
 // because their keys do not contain their positions
-LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell);
+LLAMA_API int32_t llama_kvtool_set_positions(struct llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell);
 
 // Copy the fixed state: the memory of layers without rows. `out` and `in` have all cells of the sliding layers, then
 // all recurrent states. `table` has llama_kvtool_n_fixed_state numbers:

@@ -83,12 +83,12 @@ void llama_kvtool_recall(
     const auto & l = *kvtool->find(il);
 
     const size_t  i = &l - kvtool->layers.data();
-    const int64_t n_made = kvtool->params.n_made;
+    const int64_t n_synthetic = kvtool->params.n_synthetic;
 
     const int64_t first = l.n_cell - kvtool->params.n_recall;
 
     // A graph that is built only to reserve memory may have more tokens than there are synthetic cells for
-    const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->n_filled()/n_made) : kvtool->params.n_recall;
+    const int64_t k = n_synthetic > 0 ? n_synthetic*std::min<int64_t>(q->ne[2], kvtool->n_filled()/n_synthetic) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
     const int64_t n_embd_v = l.v ? l.v->ne[0] : 0;

@@ -101,7 +101,7 @@ std::string llama_kvtool::no_residents(const llama_context & lctx) const {
     if (!states.empty() && (int) lctx.cparams.n_rs_seq <= params.n_draft) {
         return "the recurrent layers of this model cannot drop a token, so no step could be repeated with other residents";
     }
-    if (params.signals != 0 || params.logn || params.n_made == 0) {
+    if (params.signals != 0 || params.logn || params.n_synthetic == 0) {
         return "a policy that reads attention, or scales it by log n, has no residents";
     }
     return {};

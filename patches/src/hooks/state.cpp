@@ -48,8 +48,8 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_exact < 0) {
         return format("n_exact must be 0 or more, got %d", params.n_exact);
     }
-    if (params.n_made < 0 || params.n_made > params.n_recall) {
-        return format("n_made must be in 0..%d, which is n_recall, got %d", params.n_recall, params.n_made);
+    if (params.n_synthetic < 0 || params.n_synthetic > params.n_recall) {
+        return format("n_synthetic must be in 0..%d, which is n_recall, got %d", params.n_recall, params.n_synthetic);
     }
 
     return {};
@@ -68,13 +68,13 @@ std::string llama_kvtool::no_archive(const llama_hparams & hparams) const {
             return format("keys and values of type %d cannot be archived", type);
         }
     }
-    for (int il = 0; il < (int) index_of_il.size() && params.n_made > 0; ++il) {
+    for (int il = 0; il < (int) index_of_il.size() && params.n_synthetic > 0; ++il) {
         const auto * l = find(il);
         if (l && !l->v) {
-            return "values are a part of the keys (MLA), so no cells can be made: n_made must be 0";
+            return "values are a part of the keys (MLA), so no cells can be made: n_synthetic must be 0";
         }
-        if (l && params.n_made*l->n_head < (int) hparams.n_head(il)) {
-            return format("n_made must be %d or more, got %d", (int) hparams.n_head(il)/l->n_head, params.n_made);
+        if (l && params.n_synthetic*l->n_head < (int) hparams.n_head(il)) {
+            return format("n_synthetic must be %d or more, got %d", (int) hparams.n_head(il)/l->n_head, params.n_synthetic);
         }
     }
     for (const auto & l : layers) {
@@ -136,7 +136,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     res->live.resize(res->n_row);
     res->signals.resize();
     if (hparams.use_alibi && !joint) {
-        res->places.make(res->layers);
+        res->positions.make(res->layers);
     }
 
     recent::rings rings;
@@ -182,7 +182,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
 bool llama_kvtool::keep_queries(const llama_context & lctx) {
     const auto all = askers(lctx);
-    mean_turns.resize(layers.size());
+    mean_rotations.resize(layers.size());
 
     return (!queries.is_on() || queries.make(all, layers)) && make_deferred(lctx, all);
 }
@@ -196,7 +196,7 @@ void llama_kvtool::make_archive(const llama_kv_cache & kv) {
     common.type_k   = p.type_k;
     common.type_v   = p.type_v;
     common.v_trans  = v_trans;
-    common.n_made   = p.n_made;
+    common.n_synthetic   = p.n_synthetic;
     common.n_exact  = p.n_exact;
     common.is_plain = p.plain;
 
@@ -507,7 +507,7 @@ int llama_kvtool::n_used(const llama_context & lctx) const {
 }
 
 void llama_kvtool::fill_recalled(const llama_context & lctx, int n_tokens) const {
-    const int64_t n = params.n_made == 0 ? n_archived() : n_archived() > 0 ? (int64_t) n_tokens*params.n_made : 0;
+    const int64_t n = params.n_synthetic == 0 ? n_archived() : n_archived() > 0 ? (int64_t) n_tokens*params.n_synthetic : 0;
     memory::fill_recalled(*memory::cache(lctx), params.n_recall, 0, std::min<int64_t>(params.n_recall, n));
 }
 

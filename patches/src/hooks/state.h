@@ -7,7 +7,7 @@
 #include "joint.h"
 #include "cache/layer.h"
 #include "llama-kvtool.h"
-#include "cache/places.h"
+#include "cache/key-positions.h"
 #include "cache/queries.h"
 #include "archive/recaller.h"
 #include "cache/recent.h"
@@ -67,10 +67,10 @@ struct llama_kvtool {
     kvtool::deferred deferred;
 
     kvtool::graphs  graphs;
-    kvtool::places  places; // used with ALiBi only
+    kvtool::key_positions positions; // used with ALiBi only
 
     // mean rotation over n_future positions, for each layer; computed at the first call of llama_kvtool_read_future
-    std::vector<std::vector<float>> mean_turns;
+    std::vector<std::vector<float>> mean_rotations;
 
     std::unique_ptr<kvtool::recaller> archive; // Null if there is no archive.
     std::unique_ptr<kvtool::staging>  staging; // Null if steps read the archive on the host.

@@ -1,17 +1,17 @@
-#include "places.h"
+#include "key-positions.h"
 
 #include <algorithm>
 
 namespace kvtool {
 
-void places::make(const std::vector<layer> & layers) {
+void key_positions::make(const std::vector<layer> & layers) {
     of_layer.clear();
     for (const auto & l : layers) {
         of_layer.push_back({ l.n_cell, std::vector<int32_t>((size_t) l.n_head*l.n_cell) });
     }
 }
 
-void places::resize(size_t i, int n_cell) {
+void key_positions::resize(size_t i, int n_cell) {
     if (!is_on()) {
         return;
     }
@@ -26,7 +26,7 @@ void places::resize(size_t i, int n_cell) {
     old = std::move(res);
 }
 
-void places::move(const std::vector<layer> & layers, const llama_kvtool_edit & edit) {
+void key_positions::move(const std::vector<layer> & layers, const llama_kvtool_edit & edit) {
     if (!is_on()) {
         return;
     }

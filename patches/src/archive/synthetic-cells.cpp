@@ -1,4 +1,4 @@
-#include "made.h"
+#include "synthetic-cells.h"
 
 #include "convert.h"
 
@@ -45,7 +45,7 @@ static constexpr double ridge = 1e-4;
 // number of corrections of the ridge's error; each correction reduces it by about the factor `ridge`
 static constexpr int n_mend = 3;
 
-// Parameters of made_cells::nudge, which improves quantized keys. n_nudge: number of passes over all elements of a key.
+// Parameters of synthetic_cells::nudge, which improves quantized keys. n_nudge: number of passes over all elements of a key.
 // weight_elsewhere: weight of squared errors in products with the queries of other heads. The weight is 1 for the head
 // of the cell
 static constexpr int    n_nudge          = 3;
@@ -57,19 +57,19 @@ static double share_elsewhere(int n_head) {
     return 0.25/n_head;
 }
 
-made_cells::made_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits)
+synthetic_cells::synthetic_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits)
     : keys(n_head*n_embd_k), values(n_head*n_embd_v)
     , n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), type_k(type_k), logits(logits)
     , rounded(n_head*n_embd_k), gram(n_head*n_head), root(n_head*n_head), weights(n_head*n_head), target(n_head), share(n_head*n_head) {}
 
-double made_cells::product(double logit) const {
+double synthetic_cells::product(double logit) const {
     if (logits.cap > 0.0f) {
         logit = logits.cap*std::atanh(std::clamp(logit/logits.cap, -0.9999, 0.9999));
     }
     return logit/logits.scale;
 }
 
-double made_cells::logit(double product) const {
+double synthetic_cells::logit(double product) const {
     const double x = product*logits.scale;
     return logits.cap > 0.0f ? logits.cap*std::tanh(x/logits.cap) : x;
 }
@@ -85,7 +85,7 @@ static double dot(const float * a, const float * b, int64_t n) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-void made_cells::round(float * x, int64_t n, ggml_type type) {
+void synthetic_cells::round(float * x, int64_t n, ggml_type type) {
     if (type == GGML_TYPE_F16) {
         for (int64_t e = 0; e < n; ++e) {
             x[e] = std::clamp(x[e], -65000.0f, 65000.0f);
@@ -100,7 +100,7 @@ void made_cells::round(float * x, int64_t n, ggml_type type) {
     }
 }
 
-void made_cells::nudge(float * k, const std::vector<double> & key, int c) const {
+void synthetic_cells::nudge(float * k, const std::vector<double> & key, int c) const {
     // off[j]: error of the product of query j and the quantized key k. by[j]: change of off[j] if the current element
     // is replaced
     std::vector<double> off(n_head), by(n_head);
@@ -145,7 +145,7 @@ void made_cells::nudge(float * k, const std::vector<double> & key, int c) const 
 }
 
 template <typename F>
-void made_cells::find_shares(const std::vector<double> & sums, F && product_of) {
+void synthetic_cells::find_shares(const std::vector<double> & sums, F && product_of) {
     for (int j = 0; j < n_head; ++j) {
         for (int c = 0; c < n_head; ++c) {
             share[j*n_head + c] = std::exp(logit(product_of(j, c)) - sums[j]);
@@ -153,7 +153,7 @@ void made_cells::find_shares(const std::vector<double> & sums, F && product_of) 
     }
 }
 
-void made_cells::set_keys() {
+void synthetic_cells::set_keys() {
     std::vector<double> key(n_embd_k);
     for (int c = 0; c < n_head; ++c) {
         std::fill(key.begin(), key.end(), 0.0);
@@ -173,7 +173,7 @@ void made_cells::set_keys() {
     }
 }
 
-void made_cells::make(const float * queries, const double * given, const float * found) {
+void synthetic_cells::make(const float * queries, const double * given, const float * found) {
     const int g = n_head;
 
     std::copy_n(queries, g*n_embd_k, rounded.begin());
@@ -258,7 +258,7 @@ void made_cells::make(const float * queries, const double * given, const float *
     set_values(found, elsewhere, own);
 }
 
-void made_cells::set_values(const float * found, double elsewhere, double own) {
+void synthetic_cells::set_values(const float * found, double elsewhere, double own) {
     const int g = n_head;
 
     // For each head, the values of all cells, weighted by the head's shares, must add up to the head's attention output

@@ -6,7 +6,7 @@
 
 namespace kvtool {
 
-struct no_room : std::runtime_error {
+struct out_of_space : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 

@@ -1,6 +1,6 @@
-#include "stored.h"
+#include "row-products.h"
 
-#include "codes.h"
+#include "quantized.h"
 #include "convert.h"
 #include "cpu.h"
 #include "hadamard.h"
@@ -182,12 +182,12 @@ static void multiply_some_codes(
 
 // HALVES: true if the two elements of a pair are d/2 apart, false if they are neighbours
 template <typename S, int N, bool HALVES>
-KVTOOL_AVX2 static void multiply_turned_avx2(
-        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
+KVTOOL_AVX2 static void multiply_rotated_avx2(
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * rotations, const uint8_t * by, float * out, int os) {
     const int64_t n_half = d/n_group/2;
 
     for (int i = 0; i < n; ++i, rows += size) {
-        const float * c = turns - (int64_t) by[i]*2*d;
+        const float * c = rotations - (int64_t) by[i]*2*d;
         const float * s = c + d;
 
         __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
@@ -265,14 +265,14 @@ static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, c
 }
 
 template <typename S, bool HALVES>
-static void multiply_turned_some(
-        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by, float * out, int os) {
+static void multiply_rotated_some(
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations, const uint8_t * by, float * out, int os) {
     for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
         switch (n_x) {
-            case 1:  multiply_turned_avx2<S, 1, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
-            case 2:  multiply_turned_avx2<S, 2, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
-            case 3:  multiply_turned_avx2<S, 3, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
-            default: multiply_turned_avx2<S, 4, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+            case 1:  multiply_rotated_avx2<S, 1, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
+            case 2:  multiply_rotated_avx2<S, 2, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
+            case 3:  multiply_rotated_avx2<S, 3, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
+            default: multiply_rotated_avx2<S, 4, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
         }
     }
 }
@@ -318,7 +318,7 @@ void multiply_rows(
     multiply_converted(type, rows, size, n, d, x, n_x, out, os, at);
 }
 
-bool can_turn(ggml_type type, int64_t d) {
+bool can_rotate(ggml_type type, int64_t d) {
 #ifdef KVTOOL_X86
     return vectors() != PLAIN && d % (2*n_group) == 0 && with_source(type, [](auto) {});
 #else
@@ -330,29 +330,29 @@ bool can_turn(ggml_type type, int64_t d) {
 #ifdef KVTOOL_X86
 // multiply row by row; each row is first converted to floats and multiplied by the Hadamard matrix
 template <bool HALVES>
-static void multiply_mapped_turned(
-        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by,
+static void multiply_mapped_rotated(
+        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations, const uint8_t * by,
         float * out, int os) {
     thread_local std::vector<float> row;
     row.resize(d);
     for (int i = 0; i < n; ++i) {
         to_float(type, rows + i*size, row.data(), d);
         hadamard(row.data(), d, n_map);
-        multiply_turned_some<of_floats, HALVES>((const uint8_t *) row.data(), 0, 1, d, x, n_x, turns, by + i, out + i, os);
+        multiply_rotated_some<of_floats, HALVES>((const uint8_t *) row.data(), 0, 1, d, x, n_x, rotations, by + i, out + i, os);
     }
 }
 #endif
 
-void multiply_turned_rows(
-        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, bool are_halves,
+void multiply_rotated_rows(
+        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations, bool are_halves,
         const uint8_t * by, float * out, int os) {
 #ifdef KVTOOL_X86
     const auto run = [&](auto source) {
         using S = decltype(source);
         if (are_halves) {
-            multiply_turned_some<S, true>(rows, size, n, d, x, n_x, turns, by, out, os);
+            multiply_rotated_some<S, true>(rows, size, n, d, x, n_x, rotations, by, out, os);
         } else {
-            multiply_turned_some<S, false>(rows, size, n, d, x, n_x, turns, by, out, os);
+            multiply_rotated_some<S, false>(rows, size, n, d, x, n_x, rotations, by, out, os);
         }
     };
     switch (type) {
@@ -362,12 +362,12 @@ void multiply_turned_rows(
         default:             break;
     }
     if (are_halves) {
-        multiply_mapped_turned<true>(type, n_map, rows, size, n, d, x, n_x, turns, by, out, os);
+        multiply_mapped_rotated<true>(type, n_map, rows, size, n, d, x, n_x, rotations, by, out, os);
     } else {
-        multiply_mapped_turned<false>(type, n_map, rows, size, n, d, x, n_x, turns, by, out, os);
+        multiply_mapped_rotated<false>(type, n_map, rows, size, n, d, x, n_x, rotations, by, out, os);
     }
 #else
-    (void) type, (void) n_map, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) turns, (void) are_halves, (void) by, (void) out, (void) os;
+    (void) type, (void) n_map, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) rotations, (void) are_halves, (void) by, (void) out, (void) os;
 #endif
 }
 

@@ -19,10 +19,10 @@ namespace kvtool {
 //
 // The values are the solution of a linear system: for each head, the mean of the values, weighted by these
 // exponentials, must be the head's attention output over the archive.
-class made_cells {
+class synthetic_cells {
 public:
     // n_head: number of query heads of the row. type_k: type of the cache's keys; the synthetic keys are rounded to it
-    made_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits);
+    synthetic_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits);
 
     // queries: [n_head][n_embd_k]. sums: [n_head], logarithm of the archive's softmax sum; -INFINITY if the archive
     // adds nothing. found: [n_head][n_embd_v], attention output over the archive

@@ -21,13 +21,13 @@ void multiply_rows(
         ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os, const uint8_t * at = nullptr);
 
 // Rotate rows (RoPE) and multiply them with columns. Row i is multiplied by the Hadamard matrix of size n_map (unless
-// n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. `turns` gives `from`:
-// it points to the rotation by `from` positions in the table turns::small_turns(). Call this only if can_turn is true,
+// n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. `rotations` gives `from`:
+// it points to the rotation by `from` positions in the table rotations::small_rotations(). Call this only if can_rotate is true,
 // which depends on the type and the CPU.
-void multiply_turned_rows(
-        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * turns, bool are_halves,
+void multiply_rotated_rows(
+        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * rotations, bool are_halves,
         const uint8_t * by, float * out, int os);
-bool can_turn(ggml_type type, int64_t n_embd);
+bool can_rotate(ggml_type type, int64_t n_embd);
 
 // columns in 8 bits, with one scale per group of 32 numbers
 struct byte_columns {

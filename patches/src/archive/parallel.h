@@ -12,7 +12,7 @@ namespace kvtool {
 
 // Call work(i) for 0 <= i < n. If a thread throws, the exception is thrown again after all threads have ended.
 template <typename F>
-void together(int n_thread, int n, F && work) {
+void parallel_for(int n_thread, int n, F && work) {
     std::atomic<int> next(0);
     std::vector<std::exception_ptr> wrong(n_thread);
 

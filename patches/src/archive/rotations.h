@@ -26,24 +26,24 @@ struct rotation {
     std::vector<float> scale;
 };
 
-class turns {
+class rotations {
 public:
-    turns() = default;
+    rotations() = default;
 
     // r: RoPE parameters of keys with n_embd elements. The constructor computes tables for rotations by up to n_most
     // positions in either direction; rotations by more positions take longer
-    turns(const rotation & r, int64_t n_embd, int n_most);
+    rotations(const rotation & r, int64_t n_embd, int n_most);
 
     // Use the tables of another object if it has the same rotation. Separate tables for every layer would not fit in a
     // processor's cache
-    void share(const turns & other);
+    void share(const rotations & other);
 
     // rotate a key by delta positions
-    void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }
+    void rotate(float * key, int64_t delta) const { rotate(key, delta, scale, unscale); }
 
     // Rotate a query by delta positions. The product of the rotated query and a key equals the product of the original
     // query and a key that is rotated by -delta positions
-    void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
+    void rotate_query(float * query, int64_t delta) const { rotate(query, delta, unscale, scale); }
 
     // True if all elements are rotated and none is scaled. Keys can then be rotated while they are multiplied
     bool is_plain() const { return n_rotated() == n_embd && n_map == 0 && scale.empty(); }
@@ -52,10 +52,10 @@ public:
     // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has a cosine for each element, and
     // then a sine for each element. A rotated element is the element times its cosine, plus the other element of the
     // pair times the sine
-    const float * small_turns() const { return rows->small.data(); }
+    const float * small_rotations() const { return rows->small.data(); }
 
     // Prepare the products of a query with a key that is rotated by 0 .. n_small - 1 positions. The product with the
-    // rotation by `delta` positions is the result, plus the sum of out[i]*pair_turns()[delta*n_rotated() + i] over
+    // rotation by `delta` positions is the result, plus the sum of out[i]*pair_rotations()[delta*n_rotated() + i] over
     // n_rotated() elements. Call undo_query and undo_key first
     float multiply_pairs(const float * query, const float * key, float * out) const;
 
@@ -67,7 +67,7 @@ public:
     int n_rotated() const { return 2*n_pair; }
 
     // rotations by 0 .. n_small - 1 positions: a cosine for each pair, and then a sine for each pair
-    const float * pair_turns() const { return rows ? rows->pairs.data() : nullptr; }
+    const float * pair_rotations() const { return rows ? rows->pairs.data() : nullptr; }
 
     static constexpr int n_small = 256;
 
@@ -91,12 +91,12 @@ private:
     std::vector<float> unscale;
 
     // before, after: factors that are applied before and after the rotation
-    void turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const;
+    void rotate(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const;
 
     std::vector<double> omega; // [n_pair], radians per position
 
     // small: rotations by 0 .. n_small - 1 positions; large: rotations by multiples of n_small; pairs: see
-    // pair_turns
+    // pair_rotations
     struct tables {
         std::vector<float> small;
         std::vector<float> large;

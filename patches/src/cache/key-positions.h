@@ -11,7 +11,7 @@
 
 namespace kvtool {
 
-class places {
+class key_positions {
 public:
     // create the positions of these layers' cells; all of them are 0
     void make(const std::vector<layer> & layers);

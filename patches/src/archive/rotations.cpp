@@ -1,4 +1,4 @@
-#include "turns.h"
+#include "rotations.h"
 
 #include "cpu.h"
 #include "hadamard.h"
@@ -33,7 +33,7 @@ rotation::rotation(const layer & l, int n_map) : rope(l.rope), n_map(l.rope.is_m
     rope.scale   = nullptr;
 }
 
-turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n_embd(n_embd), scale(r.scale) {
+rotations::rotations(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n_embd(n_embd), scale(r.scale) {
     const auto & rope = r.rope;
 
     if (!rope.is_rotary()) {
@@ -94,7 +94,7 @@ static void multiply_pairs_of(const float * query, const float * key, int n_pair
     }
 }
 
-float turns::multiply_pairs(const float * query, const float * key, float * out) const {
+float rotations::multiply_pairs(const float * query, const float * key, float * out) const {
     if (is_neox) {
         multiply_pairs_of(query + first, key + first, n_pair, n_pair, std::integral_constant<int, 1>(), out);
     } else {
@@ -104,18 +104,18 @@ float turns::multiply_pairs(const float * query, const float * key, float * out)
     return std::inner_product(query, query + first, key, std::inner_product(query + end, query + n_embd, key + end, 0.0f));
 }
 
-void turns::share(const turns & other) {
+void rotations::share(const rotations & other) {
     if (rows && other.rows && omega == other.omega && is_neox == other.is_neox && rows->large.size() == other.rows->large.size()) {
         rows = other.rows;
     }
 }
 
 // index of a pair's first or second element among the rotated elements
-int turns::at(int pair, bool second) const {
+int rotations::at(int pair, bool second) const {
     return is_neox ? pair + second*n_pair : 2*pair + second;
 }
 
-void turns::add_row(std::vector<float> & table, int64_t delta) const {
+void rotations::add_row(std::vector<float> & table, int64_t delta) const {
     const size_t begin = table.size();
     table.resize(begin + 4*n_pair);
 
@@ -131,7 +131,7 @@ void turns::add_row(std::vector<float> & table, int64_t delta) const {
 // Rotate the pairs in y by the sum of the rotations a and b. A rotation is an array of 2*n_pair cosines, followed by
 // 2*n_pair sines: one cosine and one sine per element. A rotated element is the element times its cosine, plus the
 // other element of the pair times the sine
-static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+static void rotate_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
     for (int i = 0; i < n_pair; ++i) {
         const int j = is_neox ? i : 2*i;
         const int k = is_neox ? i + n_pair : 2*i + 1;
@@ -147,7 +147,7 @@ static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool 
 }
 
 #ifdef KVTOOL_X86
-KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+KVTOOL_AVX2 static void rotate_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
     // number of cosines; the sines follow them
     const int n = 2*n_pair;
 
@@ -175,13 +175,13 @@ KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_
 }
 #endif
 
-static void turn_pairs(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+static void rotate_pairs(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && n_pair % 8 == 0) {
-        return turn_pairs_avx2(a, b, n_pair, is_neox, y);
+        return rotate_pairs_avx2(a, b, n_pair, is_neox, y);
     }
 #endif
-    turn_pairs_plain(a, b, n_pair, is_neox, y);
+    rotate_pairs_plain(a, b, n_pair, is_neox, y);
 }
 
 static void multiply(float * x, const std::vector<float> & by) {
@@ -190,17 +190,17 @@ static void multiply(float * x, const std::vector<float> & by) {
     }
 }
 
-void turns::undo_query(float * query) const {
+void rotations::undo_query(float * query) const {
     hadamard(query, n_embd, n_map);
     multiply(query, scale);
 }
 
-void turns::undo_key(float * key) const {
+void rotations::undo_key(float * key) const {
     hadamard(key, n_embd, n_map);
     multiply(key, unscale);
 }
 
-void turns::turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const {
+void rotations::rotate(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const {
     if (n_pair == 0 || delta == 0) {
         return;
     }
@@ -219,7 +219,7 @@ void turns::turn(float * x, int64_t delta, const std::vector<float> & after, con
     hadamard(x, n_embd, n_map);
     multiply(x, before);
 
-    turn_pairs(a, b, n_pair, is_neox, x + first);
+    rotate_pairs(a, b, n_pair, is_neox, x + first);
     multiply(x, after);
     hadamard(x, n_embd, n_map);
 }

@@ -7,10 +7,10 @@
 
 namespace kvtool {
 
-class meeting {
+class barrier {
 public:
     // wait until n threads have called this
-    void meet(int n) {
+    void wait(int n) {
         const int met = n_met;
         if (++n_here == n) {
             n_here = 0;
