@@ -43,17 +43,17 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
 
     // V is transposed on the device. Its copy lists values cell by cell, so that it can be restored in a context
     // without transposed V
-    const size_t  one    = ggml_type_size(l.v->type);
-    const int64_t n_embd = l.v->ne[0];
+    const size_t  elem_size = ggml_type_size(l.v->type);
+    const int64_t n_embd    = l.v->ne[0];
 
     std::vector<uint8_t> tmp(size_v);
 
     if (out) {
-        ggml_backend_tensor_get_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
-        transpose(tmp.data(), out + size_k, n_embd, n, one);
+        ggml_backend_tensor_get_2d(l.v, tmp.data(), 0, elem_size*n, n_embd, elem_size*l.n_cell, elem_size*n);
+        transpose(tmp.data(), out + size_k, n_embd, n, elem_size);
     } else {
-        transpose(in + size_k, tmp.data(), n, n_embd, one);
-        ggml_backend_tensor_set_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
+        transpose(in + size_k, tmp.data(), n, n_embd, elem_size);
+        ggml_backend_tensor_set_2d(l.v, tmp.data(), 0, elem_size*n, n_embd, elem_size*l.n_cell, elem_size*n);
     }
 
     return size_k + size_v;

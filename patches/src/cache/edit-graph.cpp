@@ -22,7 +22,7 @@ struct graph_inputs {
 };
 
 // offsets in the input tensors at which the entries of one layer begin
-struct layer_inputs {
+struct edit_offsets {
     size_t k_src = 0, k_dst_moves = 0, k_dst_rotated = 0, k_delta = 0;
     size_t v_src = 0, v_dst = 0;
     size_t m_dst = 0, m_src[n_level] = {}, m_weight[n_level] = {};
@@ -50,7 +50,7 @@ int64_t n_deltas(const layer & l, int64_t n) {
 
 static graph_inputs fill_inputs(
         const std::vector<layer> & layers, const part & p, const std::vector<layer_edit> & edits,
-        const std::vector<layer_shape> & shapes, bool v_trans, std::vector<layer_inputs> & at) {
+        const std::vector<layer_shape> & shapes, bool v_trans, std::vector<edit_offsets> & offsets) {
     const size_t align = p.align();
 
     graph_inputs in;
@@ -60,19 +60,19 @@ static graph_inputs fill_inputs(
         const auto & e = edits [p.layers[i]];
         const auto & s = shapes[i];
 
-        auto & a = at[i];
+        auto & o = offsets[i];
 
         const auto index = [&](int row, int cell) { return cell*l.n_head + row - l.row_0; };
 
-        a.k_src       = in.idx_src.start(align);
-        a.k_dst_moves = in.idx_dst.start(align);
+        o.k_src       = in.idx_src.start(align);
+        o.k_dst_moves = in.idx_dst.start(align);
         repeated(e.moves, s.n_moves, [&](const llama_kvtool_move & m) {
             in.idx_src.push<int32_t>(index(m.row, m.src));
             in.idx_dst.push<int32_t>(index(m.row, m.dst));
         });
 
-        a.k_dst_rotated = in.idx_dst.start(align);
-        a.k_delta     = in.delta.start(align);
+        o.k_dst_rotated = in.idx_dst.start(align);
+        o.k_delta       = in.delta.start(align);
         std::vector<int32_t> deltas;
         repeated(e.rotated, s.n_rotated, [&](const llama_kvtool_move & m) {
             in.idx_src.push<int32_t>(index(m.row, m.src));
@@ -96,12 +96,12 @@ static graph_inputs fill_inputs(
 
         const auto merges = merges_of(e.terms);
 
-        a.m_dst = in.idx_dst.start(align);
+        o.m_dst = in.idx_dst.start(align);
         repeated(merges, s.n_merged[0], [&](const merge & m) { push(in.idx_dst, e.terms[m.first].row, e.terms[m.first].dst); });
 
         for (int level = 0; level < n_level && s.n_merged[level] > 0; ++level) {
-            a.m_src   [level] = in.idx_src.start(align);
-            a.m_weight[level] = in.weight.start(align);
+            o.m_src   [level] = in.idx_src.start(align);
+            o.m_weight[level] = in.weight.start(align);
             repeated(merges, s.n_merged[level], [&](const merge & m) {
                 const auto & first = e.terms[m.first];
                 for (int64_t j = level_first(level); j < level_first(level) + level_width(level); ++j) {
@@ -113,12 +113,12 @@ static graph_inputs fill_inputs(
         }
 
         if (s.shared) {
-            a.v_src = a.k_src;
-            a.v_dst = a.k_dst_moves;
+            o.v_src = o.k_src;
+            o.v_dst = o.k_dst_moves;
             continue;
         }
-        a.v_src = in.idx_src.start(align);
-        a.v_dst = in.idx_dst.start(align);
+        o.v_src = in.idx_src.start(align);
+        o.v_dst = in.idx_dst.start(align);
         repeated(values_moved(e), s.n_moved, [&](const llama_kvtool_move & m) {
             push(in.idx_src, m.row, m.src);
             push(in.idx_dst, m.row, m.dst);
@@ -128,34 +128,34 @@ static graph_inputs fill_inputs(
     return in;
 }
 
-ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot) {
-    return rot && l.rope.is_mapped ? llama_mul_mat_hadamard(ctx, keys, rot) : keys;
+ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * k_rot) {
+    return k_rot && l.rope.is_mapped ? llama_mul_mat_hadamard(ctx, keys, k_rot) : keys;
 }
 
 // rotate stored keys [n_embd, n] by delta positions
-static ggml_tensor * build_rotation(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * delta, ggml_tensor * rot) {
-    return mapped(ctx, l, l.rope.build(ctx, mapped(ctx, l, keys, rot), delta), rot);
+static ggml_tensor * build_rotation(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * delta, ggml_tensor * k_rot) {
+    return mapped(ctx, l, l.rope.build(ctx, mapped(ctx, l, keys, k_rot), delta), k_rot);
 }
 
 static ggml_tensor * build_keys(
-        ggml_context * ctx, const layer & l, const layer_shape & s, const graph_inputs & in, const layer_inputs & a, ggml_tensor * rot) {
-    const int64_t n_moves = s.n_moves;
+        ggml_context * ctx, const layer & l, const layer_shape & s, const graph_inputs & in, const edit_offsets & o, ggml_tensor * k_rot) {
+    const int64_t n_moves   = s.n_moves;
     const int64_t n_rotated = s.n_rotated;
-    const int64_t n_embd  = l.n_embd_k;
+    const int64_t n_embd    = l.n_embd_k;
 
     ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
 
     // gather all keys in one operation, so that every key is read before any key is written
-    ggml_tensor * x = ggml_get_rows(ctx, k, in.idx_src.view(ctx, a.k_src, n_moves + n_rotated));
+    ggml_tensor * x = ggml_get_rows(ctx, k, in.idx_src.view(ctx, o.k_src, n_moves + n_rotated));
 
     if (n_moves > 0) {
         ggml_tensor * moved = ggml_view_2d(ctx, x, n_embd, n_moves, x->nb[1], 0);
-        k = ggml_set_rows(ctx, k, moved, in.idx_dst.view(ctx, a.k_dst_moves, n_moves));
+        k = ggml_set_rows(ctx, k, moved, in.idx_dst.view(ctx, o.k_dst_moves, n_moves));
     }
     if (n_rotated > 0) {
         ggml_tensor * rotated = ggml_view_2d(ctx, x, n_embd, n_rotated, x->nb[1], n_moves*x->nb[1]);
-        rotated = build_rotation(ctx, l, rotated, in.delta.view(ctx, a.k_delta, n_deltas(l, n_rotated)), rot);
-        k = ggml_set_rows(ctx, k, rotated, in.idx_dst.view(ctx, a.k_dst_rotated, n_rotated));
+        rotated = build_rotation(ctx, l, rotated, in.delta.view(ctx, o.k_delta, n_deltas(l, n_rotated)), k_rot);
+        k = ggml_set_rows(ctx, k, rotated, in.idx_dst.view(ctx, o.k_dst_rotated, n_rotated));
     }
 
     return k;
@@ -163,7 +163,7 @@ static ggml_tensor * build_keys(
 
 static ggml_tensor * build_values(
         ggml_context * ctx, const layer & l, int64_t n_embd, const layer_shape & s,
-        const graph_inputs & in, const layer_inputs & a, bool v_trans) {
+        const graph_inputs & in, const edit_offsets & o, bool v_trans) {
     const int64_t n_part = v_trans ? n_embd : 1;
 
     ggml_tensor * v = ggml_reshape_2d(ctx, l.v, n_embd/n_part, ggml_nelements(l.v)/(n_embd/n_part));
@@ -175,8 +175,8 @@ static ggml_tensor * build_values(
         const int64_t n      = s.n_merged[level];
 
         // transposed values are gathered element by element
-        ggml_tensor * x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.m_src[level], n*n_term*n_part));
-        ggml_tensor * w = ggml_reshape_3d(ctx, in.weight.view(ctx, a.m_weight[level], n*n_term), 1, n_term, n);
+        ggml_tensor * x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, o.m_src[level], n*n_term*n_part));
+        ggml_tensor * w = ggml_reshape_3d(ctx, in.weight.view(ctx, o.m_weight[level], n*n_term), 1, n_term, n);
 
         x = sum_middle(ctx, ggml_mul(ctx, ggml_reshape_3d(ctx, x, n_embd, n_term, n), w));
         x = ggml_reshape_2d(ctx, x, n_embd, n);
@@ -185,11 +185,11 @@ static ggml_tensor * build_values(
     }
     if (sum) {
         const int64_t n = s.n_merged[0]*n_part;
-        v = ggml_set_rows(ctx, v, ggml_reshape_2d(ctx, sum, n_embd/n_part, n), in.idx_dst.view(ctx, a.m_dst, n));
+        v = ggml_set_rows(ctx, v, ggml_reshape_2d(ctx, sum, n_embd/n_part, n), in.idx_dst.view(ctx, o.m_dst, n));
     }
     if (s.n_moved > 0) {
-        ggml_tensor * x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.v_src, s.n_moved*n_part));
-        v = ggml_set_rows(ctx, v, x, in.idx_dst.view(ctx, a.v_dst, s.n_moved*n_part));
+        ggml_tensor * x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, o.v_src, s.n_moved*n_part));
+        v = ggml_set_rows(ctx, v, x, in.idx_dst.view(ctx, o.v_dst, s.n_moved*n_part));
     }
 
     return v;
@@ -201,24 +201,24 @@ bool edit_graph(
     const bool v_trans = kvtool.v_trans;
 
     std::vector<layer_shape> shapes;
-    bool none = true;
+    bool is_empty = true;
     for (const size_t i : p.layers) {
         const auto s = shape_of(edits[i], with_k, with_v && layers[i].v, v_trans);
-        none = none && s.n_moves + s.n_rotated + s.n_moved + s.n_merged[0] == 0;
+        is_empty = is_empty && s.n_moves + s.n_rotated + s.n_moved + s.n_merged[0] == 0;
         shapes.push_back(s);
     }
-    if (none) {
-        // The edit changes nothing in these layers. Return before `fit`, which might drop a kept graph
+    if (is_empty) {
+        // The edit changes nothing in these layers. Return before `fit_shapes`, which might drop a cached graph
         return true;
     }
 
-    if (p.kept) {
-        fit(layers, p, v_trans, shapes);
+    if (p.graph) {
+        fit_shapes(layers, p, v_trans, shapes);
     }
 
-    std::vector<layer_inputs> at(shapes.size());
+    std::vector<edit_offsets> offsets(shapes.size());
 
-    graph_inputs in = fill_inputs(layers, p, edits, shapes, v_trans, at);
+    graph_inputs in = fill_inputs(layers, p, edits, shapes, v_trans, offsets);
 
     size_t max_nodes = 64;
     for (const auto & s : shapes) {
@@ -230,15 +230,15 @@ bool edit_graph(
 
     const std::vector<input *> inputs = { &in.idx_src, &in.idx_dst, &in.delta, &in.weight };
 
-    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) -> ggml_tensor * {
+    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * k_rot) -> ggml_tensor * {
         const auto & l = layers[p.layers[i]];
         const auto & s = shapes[i];
 
         if (s.n_moves + s.n_rotated > 0) {
-            ggml_build_forward_expand(gf, build_keys(ctx, l, s, in, at[i], rot));
+            ggml_build_forward_expand(gf, build_keys(ctx, l, s, in, offsets[i], k_rot));
         }
         if (s.n_moved + s.n_merged[0] > 0) {
-            ggml_build_forward_expand(gf, build_values(ctx, l, l.n_embd_v, s, in, at[i], v_trans));
+            ggml_build_forward_expand(gf, build_values(ctx, l, l.n_embd_v, s, in, offsets[i], v_trans));
         }
         return nullptr;
     };
@@ -246,8 +246,8 @@ bool edit_graph(
     if (!kvtool.graphs.compute(lctx, kv, layers, p, max_nodes, inputs, build)) {
         return false;
     }
-    if (p.kept && p.kept->gf) {
-        p.kept->shapes = std::move(shapes);
+    if (p.graph && p.graph->gf) {
+        p.graph->shapes = std::move(shapes);
     }
 
     return true;
@@ -265,13 +265,13 @@ static bool read_keys(
     input in_src   { GGML_TYPE_I32, {}, nullptr };
     input in_delta { GGML_TYPE_I32, {}, nullptr };
 
-    std::vector<size_t> at_src;
-    std::vector<size_t> at_delta;
+    std::vector<size_t> src_offsets;
+    std::vector<size_t> delta_offsets;
     for (const size_t i : p.layers) {
         const auto & l = layers[i];
 
-        at_src  .push_back(in_src  .start(p.align()));
-        at_delta.push_back(in_delta.start(p.align()));
+        src_offsets  .push_back(in_src  .start(p.align()));
+        delta_offsets.push_back(in_delta.start(p.align()));
         std::vector<int32_t> deltas;
         for (int head = 0; head < l.n_head; ++head) {
             for (int j = 0; j < n; ++j) {
@@ -283,21 +283,21 @@ static bool read_keys(
         push_deltas(l, deltas, in_delta);
     }
 
-    if (p.kept && (p.kept->shapes.empty() || p.kept->shapes[0].n_moves != n)) {
-        p.kept->clear();
+    if (p.graph && (p.graph->shapes.empty() || p.graph->shapes[0].n_moves != n)) {
+        p.graph->clear();
     }
 
-    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+    const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * k_rot) {
         const auto & l = layers[p.layers[i]];
 
         const int64_t n_key = (int64_t) l.n_head*n;
 
         ggml_tensor * k = ggml_reshape_2d(ctx, l.k, l.n_embd_k, l.n_head*l.k->ne[1]);
 
-        k = ggml_get_rows(ctx, k, in_src.view(ctx, at_src[i], n_key));
-        k = mapped(ctx, l, k, rot);
+        k = ggml_get_rows(ctx, k, in_src.view(ctx, src_offsets[i], n_key));
+        k = mapped(ctx, l, k, k_rot);
         if (l.rope.is_rotary()) {
-            k = l.rope.build(ctx, k, in_delta.view(ctx, at_delta[i], n_deltas(l, n_key)));
+            k = l.rope.build(ctx, k, in_delta.view(ctx, delta_offsets[i], n_deltas(l, n_key)));
         }
 
         ggml_set_output(k);
@@ -324,8 +324,8 @@ static bool read_keys(
     if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), layers, p, max_nodes, { &in_src, &in_delta }, build, read)) {
         return false;
     }
-    if (p.kept && p.kept->gf) {
-        p.kept->shapes = { { n } };
+    if (p.graph && p.graph->gf) {
+        p.graph->shapes = { { n } };
     }
 
     return true;
@@ -348,7 +348,7 @@ int32_t read_keys(
         return 0;
     }
 
-    for (const auto & p : kvtool.graphs.parts(kvtool.layers, KEPT_KEYS)) {
+    for (const auto & p : kvtool.graphs.parts(kvtool.layers, GRAPH_KEYS)) {
         if (!read_keys(kvtool, lctx, p, first, delta, out, n, n_dim)) {
             return fail("the device failed to read keys");
         }

@@ -31,8 +31,8 @@ void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & l
 // number of entries that push_deltas appends for n keys
 int64_t n_deltas(const layer & l, int64_t n);
 
-// multiply quantized keys by the Hadamard matrix, which is its own inverse. rot: the matrix as a tensor of the graph,
+// multiply quantized keys by the Hadamard matrix, which is its own inverse. k_rot: the matrix as a tensor of the graph,
 // see graphs::build_t
-ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot);
+ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * k_rot);
 
 } // namespace kvtool

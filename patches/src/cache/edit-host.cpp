@@ -8,21 +8,21 @@
 
 namespace kvtool {
 
-// A tensor of keys or values in host memory. Each key or value consists of n pieces of n_one elements. A transposed
-// value has one piece per element. Keys, and values that are not transposed, have a single piece
+// A tensor of keys or values in host memory. Each key or value consists of n_piece pieces of n_elem elements. A
+// transposed value has one piece per element. Keys, and values that are not transposed, have a single piece
 struct host_view {
     ggml_tensor * t;
 
     int     row_0;
-    int     n;
-    int64_t n_one;
+    int     n_piece;
+    int64_t n_elem;
 
     size_t stride_cell;
     size_t stride_head;
     size_t stride_piece;
 
     size_t size() const {
-        return ggml_row_size(t->type, n_one);
+        return ggml_row_size(t->type, n_elem);
     }
 
     uint8_t * at(int row, int cell, int i) const {
@@ -32,13 +32,13 @@ struct host_view {
 
 // sort the list by row, and call f(first, last) with the entries of each row
 template <typename T, typename F>
-static void by_row(const std::vector<T> & list, F && f) {
+static void for_each_row(const std::vector<T> & list, F && f) {
     const auto before = [](const T & a, const T & b) { return a.row < b.row; };
 
     if (!std::is_sorted(list.begin(), list.end(), before)) {
         auto sorted = list;
         std::stable_sort(sorted.begin(), sorted.end(), before);
-        return by_row(sorted, f);
+        return for_each_row(sorted, f);
     }
     for (auto first = list.begin(); first != list.end(); ) {
         const auto last = std::find_if(first, list.end(), [&](const T & x) { return x.row != first->row; });
@@ -60,18 +60,18 @@ struct pieces {
 
     // copy piece i of these cells to a list with `step` bytes per entry
     void get(int row, const std::vector<int32_t> & cells, int i, uint8_t * list, size_t step) const {
-        const uint8_t * from = view.at(row, 0, i);
+        const uint8_t * src = view.at(row, 0, i);
         for (const int32_t cell : cells) {
-            memcpy(list, from + cell*stride(), size());
+            memcpy(list, src + cell*stride(), size());
             list += step;
         }
     }
 
     // copy piece i from the list to these cells
     void set(int row, const std::vector<int32_t> & cells, int i, const uint8_t * list, size_t step) const {
-        uint8_t * to = view.at(row, 0, i);
+        uint8_t * dst = view.at(row, 0, i);
         for (const int32_t cell : cells) {
-            memcpy(to + cell*stride(), list, size());
+            memcpy(dst + cell*stride(), list, size());
             list += step;
         }
     }
@@ -94,7 +94,7 @@ static void move_host(const std::vector<llama_kvtool_move> & moves, const P & pi
 
     const size_t size = pieces.size();
 
-    by_row(moves, [&](auto first, auto last) {
+    for_each_row(moves, [&](auto first, auto last) {
         src.clear();
         dst.clear();
         for (auto m = first; m != last; ++m) {
@@ -103,7 +103,7 @@ static void move_host(const std::vector<llama_kvtool_move> & moves, const P & pi
         }
         raw.resize(src.size()*size);
 
-        for (int i = 0; i < pieces.view.n; ++i) {
+        for (int i = 0; i < pieces.view.n_piece; ++i) {
             pieces.get(first->row, src, i, raw.data(), size);
             pieces.set(first->row, dst, i, raw.data(), size);
         }
@@ -114,9 +114,9 @@ template <typename P>
 static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & pieces) {
     const auto & view = pieces.view;
 
-    const size_t  size   = pieces.size();
-    const size_t  n_byte = size*view.n;
-    const int64_t n_embd = view.n_one*view.n;
+    const size_t  size       = pieces.size();
+    const size_t  value_size = size*view.n_piece;
+    const int64_t n_embd     = view.n_elem*view.n_piece;
 
     std::vector<int32_t> src;
     std::vector<int32_t> dst;
@@ -124,7 +124,7 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
     std::vector<float>   x;
     std::vector<float>   sum;
 
-    by_row(terms, [&](auto first, auto last) {
+    for_each_row(terms, [&](auto first, auto last) {
         src.clear();
         dst.clear();
         for (auto t = first; t != last; ++t) {
@@ -134,31 +134,31 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
             }
         }
 
-        raw.resize(src.size()*n_byte);
+        raw.resize(src.size()*value_size);
         x  .resize(src.size()*n_embd);
 
         // in `raw` the pieces of a value are always consecutive; in the cache they may not be
-        for (int i = 0; i < view.n; ++i) {
-            pieces.get(first->row, src, i, raw.data() + i*size, n_byte);
+        for (int i = 0; i < view.n_piece; ++i) {
+            pieces.get(first->row, src, i, raw.data() + i*size, value_size);
         }
         to_float(view.t->type, raw.data(), x.data(), x.size());
 
         sum.assign(dst.size()*n_embd, 0.0f);
 
-        float * to = sum.data();
+        float * dst_sum = sum.data();
         for (size_t j = 0; j < src.size(); ++j) {
-            to += j > 0 && first[j].dst != first[j - 1].dst ? n_embd : 0;
+            dst_sum += j > 0 && first[j].dst != first[j - 1].dst ? n_embd : 0;
 
             const float   weight = first[j].weight;
-            const float * from   = x.data() + j*n_embd;
+            const float * value  = x.data() + j*n_embd;
             for (int64_t k = 0; k < n_embd; ++k) {
-                to[k] += weight*from[k];
+                dst_sum[k] += weight*value[k];
             }
         }
 
         from_float(view.t->type, sum.data(), raw.data(), sum.size());
-        for (int i = 0; i < view.n; ++i) {
-            pieces.set(first->row, dst, i, raw.data() + i*size, n_byte);
+        for (int i = 0; i < view.n_piece; ++i) {
+            pieces.set(first->row, dst, i, raw.data() + i*size, value_size);
         }
     });
 }
@@ -176,12 +176,12 @@ void edit_host(const llama_kvtool & kvtool, const std::vector<layer_edit> & edit
             });
         }
         if (with_v && l.v) {
-            const int64_t n_embd = l.n_embd_v;
-            const size_t  size   = ggml_row_size(l.v->type, n_embd);
-            const size_t  one    = ggml_type_size(l.v->type);
+            const int64_t n_embd    = l.n_embd_v;
+            const size_t  size      = ggml_row_size(l.v->type, n_embd);
+            const size_t  elem_size = ggml_type_size(l.v->type);
 
             const host_view view = kvtool.v_trans
-                ? host_view { l.v, l.row_0, (int) n_embd, 1, one, n_embd*l.n_cell*one, l.n_cell*one }
+                ? host_view { l.v, l.row_0, (int) n_embd, 1, elem_size, n_embd*l.n_cell*elem_size, l.n_cell*elem_size }
                 : host_view { l.v, l.row_0, 1, n_embd, l.v->nb[1], size, 0 };
 
             with_pieces(view, [&](const auto & pieces) {

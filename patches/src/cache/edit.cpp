@@ -17,11 +17,11 @@ namespace kvtool {
 
 // cells that an edit writes to
 struct writes {
-    writes(int n_row, int n_cell) : n_cell(n_cell), seen((size_t) n_row*n_cell) {}
+    writes(int n_row, int n_cell) : n_cell(n_cell), is_written((size_t) n_row*n_cell) {}
 
     // true if this is the first write to the cell
-    bool first(int row, int cell) {
-        auto ref = seen[(size_t) row*n_cell + cell];
+    bool is_first(int row, int cell) {
+        auto ref = is_written[(size_t) row*n_cell + cell];
         if (ref) {
             return false;
         }
@@ -30,7 +30,7 @@ struct writes {
     }
 
     int n_cell;
-    std::vector<bool> seen;
+    std::vector<bool> is_written;
 };
 
 // reason why an edit cannot be done; empty if it can
@@ -41,12 +41,11 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     if (edit.n_move < 0 || (edit.n_move > 0 && !edit.moves) || edit.n_term < 0 || (edit.n_term > 0 && !edit.terms)) {
         return "n_move and n_term must be 0 or more, and their lists must not be null";
     }
-    const int n_most = kvtool.most_cells();
+    const int n_most   = kvtool.most_cells();
+    const int n_usable = n_most - kvtool.params.n_recall;
 
-    const int n_own  = n_most - kvtool.params.n_recall;
-
-    if (edit.n_keep < 0 || edit.n_keep > n_own) {
-        return format("n_keep must be in 0..%d, got %d", n_own, edit.n_keep);
+    if (edit.n_keep < 0 || edit.n_keep > n_usable) {
+        return format("n_keep must be in 0..%d, got %d", n_usable, edit.n_keep);
     }
     if (ragged != (edit.n_keep_row != nullptr)) {
         return ragged ? "n_keep_row must not be null where rows are ragged" : "n_keep_row must be null where rows are not ragged";
@@ -61,9 +60,9 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     const auto n_cell = kvtool.row_cells();
 
     for (int row = 0; ragged && row < n_row; ++row) {
-        const int n = std::min(edit.n_keep, n_cell[row]);
-        if (edit.n_keep_row[row] < 0 || edit.n_keep_row[row] > n) {
-            return format("row %d: n_keep must be in 0..%d, got %d", row, n, edit.n_keep_row[row]);
+        const int n_max = std::min(edit.n_keep, n_cell[row]);
+        if (edit.n_keep_row[row] < 0 || edit.n_keep_row[row] > n_max) {
+            return format("row %d: n_keep must be in 0..%d, got %d", row, n_max, edit.n_keep_row[row]);
         }
     }
 
@@ -78,7 +77,7 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
         if (!inside(m.row, m.dst, m.src)) {
             return format("move %d lies outside the cache: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_most);
         }
-        if (!moved.first(m.row, m.dst)) {
+        if (!moved.is_first(m.row, m.dst)) {
             return format("move %d writes to cell %d of row %d, as another move does", i, m.dst, m.row);
         }
     }
@@ -95,8 +94,8 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
             return format("term %d lies outside the cache or is not finite: row %d of %d, cells %d <- %d of %d, weight %f",
                     i, t.row, n_row, t.dst, t.src, n_most, t.weight);
         }
-        const bool goes_on = i > 0 && edit.terms[i - 1].row == t.row && edit.terms[i - 1].dst == t.dst;
-        if (!goes_on && !merged.first(t.row, t.dst)) {
+        const bool is_same_cell = i > 0 && edit.terms[i - 1].row == t.row && edit.terms[i - 1].dst == t.dst;
+        if (!is_same_cell && !merged.is_first(t.row, t.dst)) {
             return format("term %d: the terms of row %d, cell %d must be neighbours", i, t.row, t.dst);
         }
     }
@@ -104,29 +103,29 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     return {};
 }
 
-static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama_kvtool_edit & edit) {
+static std::vector<layer_edit> split_by_layer(const llama_kvtool & kvtool, const llama_kvtool_edit & edit) {
     const auto & layers = kvtool.layers;
 
     std::vector<layer_edit> res(layers.size());
-    std::vector<int>        index(kvtool.n_row);
+    std::vector<int>        layer_of_row(kvtool.n_row);
 
     for (size_t i = 0; i < layers.size(); ++i) {
-        std::fill_n(index.begin() + layers[i].row_0, layers[i].n_head, (int) i);
+        std::fill_n(layer_of_row.begin() + layers[i].row_0, layers[i].n_head, (int) i);
     }
 
     for (int i = 0; i < edit.n_move; ++i) {
         const auto & m = edit.moves[i];
 
-        const int at = index[m.row];
+        const int i_layer = layer_of_row[m.row];
 
-        if (m.delta != 0 && layers[at].rope.is_rotary()) {
-            res[at].rotated.push_back(m);
+        if (m.delta != 0 && layers[i_layer].rope.is_rotary()) {
+            res[i_layer].rotated.push_back(m);
         } else if (m.src != m.dst) {
-            res[at].moves.push_back(m);
+            res[i_layer].moves.push_back(m);
         }
     }
     for (int i = 0; i < edit.n_term; ++i) {
-        res[index[edit.terms[i].row]].terms.push_back(edit.terms[i]);
+        res[layer_of_row[edit.terms[i].row]].terms.push_back(edit.terms[i]);
     }
 
     return res;
@@ -134,11 +133,11 @@ static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama
 
 // Move sliding and recurrent layers to the newest token's new position: a token must have the same position in all
 // layers. Returns false if a device failed
-static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
-    const bool none = edit.n_keep == edit.n_hidden;
+static bool shift_fixed_state(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
+    const bool is_empty = edit.n_keep == edit.n_hidden;
 
     if (auto * mem = memory::recurrent(lctx)) {
-        memory::set_newest(*mem, none ? -1 : edit.pos_0 + edit.n_keep - 1);
+        memory::set_newest(*mem, is_empty ? -1 : edit.pos_0 + edit.n_keep - 1);
     }
 
     auto * kv = memory::sliding_cache(lctx);
@@ -146,7 +145,7 @@ static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvto
     if (!kv) {
         return true;
     }
-    if (none) {
+    if (is_empty) {
         kv->clear(false);
         return true;
     }
@@ -165,7 +164,7 @@ static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvto
         }
     }
 
-    return edit_graph(kvtool, lctx, *kv, layers, all_of(layers), edits, true, false);
+    return edit_graph(kvtool, lctx, *kv, layers, single_part(layers), edits, true, false);
 }
 
 int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
@@ -184,39 +183,39 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     }
     kvtool.recent.collect(lctx);
 
-    const auto edits = by_layer(kvtool, edit);
+    const auto edits = split_by_layer(kvtool, edit);
 
-    bool host  = !edit.force_graph;
-    bool rotates = false;
+    bool on_host       = !edit.force_graph;
+    bool has_rotations = false;
 
     for (size_t i = 0; i < layers.size(); ++i) {
-        host  = host && ggml_backend_buffer_is_host(layers[i].k->buffer) && (!layers[i].v || ggml_backend_buffer_is_host(layers[i].v->buffer));
-        rotates = rotates || !edits[i].rotated.empty();
+        on_host       = on_host && ggml_backend_buffer_is_host(layers[i].k->buffer) && (!layers[i].v || ggml_backend_buffer_is_host(layers[i].v->buffer));
+        has_rotations = has_rotations || !edits[i].rotated.empty();
     }
 
-    const bool k_host = host && !rotates;
+    const bool k_on_host = on_host && !has_rotations;
 
-    for (const auto & p : k_host ? std::vector<part>() : kvtool.graphs.parts(layers, KEPT_EDITS)) {
-        if (!edit_graph(kvtool, lctx, *kv, layers, p, edits, true, !host)) {
+    for (const auto & p : k_on_host ? std::vector<part>() : kvtool.graphs.parts(layers, GRAPH_EDITS)) {
+        if (!edit_graph(kvtool, lctx, *kv, layers, p, edits, true, !on_host)) {
             return fail("the device failed to edit the cache");
         }
     }
-    if (!follow(kvtool, lctx, edit)) {
+    if (!shift_fixed_state(kvtool, lctx, edit)) {
         return fail("the device failed to turn the keys of sliding layers");
     }
 
-    edit_host(kvtool, edits, k_host, host);
+    edit_host(kvtool, edits, k_on_host, on_host);
 
     kvtool.positions.move(layers, edit);
     if (kvtool.resident) {
         kvtool.resident->forget_live();
     }
-    kvtool.n_own       = edit.n_keep;
+    kvtool.n_live       = edit.n_keep;
     kvtool.n_removable = 0;
     kvtool.n_hidden    = edit.n_hidden;
 
     if (kvtool.params.ragged) {
-        std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());
+        std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.n_live_row.begin());
         // ragged rows have separate masks, so llama.cpp's table needs only the newest token
         memory::fill_tables(lctx, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
     } else {

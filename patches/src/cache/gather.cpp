@@ -34,13 +34,13 @@ static gathered gather_host(const layer & l, bool v_trans, const int32_t * cells
         return res;
     }
 
-    const size_t  one    = ggml_type_size(l.v->type);
-    const int64_t n_embd = l.v->ne[0];
+    const size_t  elem_size = ggml_type_size(l.v->type);
+    const int64_t n_embd    = l.v->ne[0];
 
-    res.v.resize(n*n_embd*one);
+    res.v.resize(n*n_embd*elem_size);
     for (int32_t c = 0; c < n; ++c) {
         for (int64_t e = 0; e < n_embd; ++e) {
-            memcpy(res.v.data() + (c*n_embd + e)*one, (const char *) l.v->data + (e*l.n_cell + cells[c])*one, one);
+            memcpy(res.v.data() + (c*n_embd + e)*elem_size, (const char *) l.v->data + (e*l.n_cell + cells[c])*elem_size, elem_size);
         }
     }
     return res;
@@ -51,7 +51,7 @@ static gathered gather_host(const layer & l, bool v_trans, const int32_t * cells
 //
 
 // view a tensor's bytes from `offset` on as n numbers of another type
-static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int64_t n, size_t offset) {
+static ggml_tensor * view_as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int64_t n, size_t offset) {
     ggml_tensor * res = ggml_view_1d(ctx, t, 1, offset);
 
     res->type  = type;
@@ -75,19 +75,19 @@ struct cell_rows {
 
     // result: [elements of a cell, n], or transposed
     ggml_tensor * build(ggml_context * ctx, ggml_tensor * idx) const {
-        auto * from = const_cast<ggml_tensor *>(t);
+        auto * src = const_cast<ggml_tensor *>(t);
 
         const int64_t n_embd = t->ne[0];
         const int64_t n_cell = t->ne[1];
         if (trans) {
-            const size_t one = ggml_type_size(t->type);
+            const size_t elem_size = ggml_type_size(t->type);
             // each row of a transposed tensor has one element of all cells, so read the same indices from every row
-            ggml_tensor * all = ggml_view_1d(ctx, idx, idx->ne[0], 0);
-            all->ne[1] = n_embd;
-            all->nb[1] = all->nb[2] = all->nb[3] = 0;
-            return ggml_get_rows(ctx, ggml_view_3d(ctx, from, 1, n_cell, n_embd, one, n_cell*one, 0), all);
+            ggml_tensor * idx_all = ggml_view_1d(ctx, idx, idx->ne[0], 0);
+            idx_all->ne[1] = n_embd;
+            idx_all->nb[1] = idx_all->nb[2] = idx_all->nb[3] = 0;
+            return ggml_get_rows(ctx, ggml_view_3d(ctx, src, 1, n_cell, n_embd, elem_size, n_cell*elem_size, 0), idx_all);
         }
-        ggml_tensor * rows = ggml_view_2d(ctx, from, n_embd, n_cell, t->nb[1], 0);
+        ggml_tensor * rows = ggml_view_2d(ctx, src, n_embd, n_cell, t->nb[1], 0);
         if (is_words) {
             rows->type  = GGML_TYPE_I32;
             rows->ne[0] = t->nb[1]/sizeof(int32_t);
@@ -112,13 +112,13 @@ static bool gather_device(
 
     const bool v_trans = memory::is_transposed(kv);
 
-    input in { GGML_TYPE_I32, {}, nullptr };
+    input in_cells { GGML_TYPE_I32, {}, nullptr };
     for (int32_t c = 0; c < n; ++c) {
-        in.push<int32_t>(cells[c]);
+        in_cells.push<int32_t>(cells[c]);
     }
 
-    if (p.kept && (p.kept->shapes.empty() || p.kept->shapes[0].n_moves != n)) {
-        p.kept->clear();
+    if (p.graph && (p.graph->shapes.empty() || p.graph->shapes[0].n_moves != n)) {
+        p.graph->clear();
     }
 
     // offset at which the values begin, after the keys
@@ -132,9 +132,9 @@ static bool gather_device(
         ggml_tensor * out = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, (begin_v(l) + size_v + 3)/sizeof(int32_t));
         ggml_set_output(out);
 
-        const auto write = [&](const cell_rows & rows, size_t at) {
-            ggml_tensor * x = rows.build(ctx, in.t);
-            ggml_build_forward_expand(gf, ggml_cpy(ctx, x, as(ctx, out, rows.word(), ggml_nelements(x), at)));
+        const auto write = [&](const cell_rows & rows, size_t offset) {
+            ggml_tensor * x = rows.build(ctx, in_cells.t);
+            ggml_build_forward_expand(gf, ggml_cpy(ctx, x, view_as(ctx, out, rows.word(), ggml_nelements(x), offset)));
         };
         write(cell_rows(l.k, false), 0);
         if (l.v) {
@@ -143,13 +143,13 @@ static bool gather_device(
         return out;
     };
 
-    const auto read = [&](const std::vector<ggml_tensor *> & found) {
+    const auto read = [&](const std::vector<ggml_tensor *> & results) {
         std::vector<uint8_t> raw;
-        for (size_t i = 0; i < found.size(); ++i) {
+        for (size_t i = 0; i < results.size(); ++i) {
             const auto & l = layers[p.layers[i]];
 
-            raw.resize(ggml_nbytes(found[i]));
-            ggml_backend_tensor_get(found[i], raw.data(), 0, raw.size());
+            raw.resize(ggml_nbytes(results[i]));
+            ggml_backend_tensor_get(results[i], raw.data(), 0, raw.size());
 
             const cell_rows k(l.k, false);
 
@@ -157,15 +157,15 @@ static bool gather_device(
             if (l.v) {
                 const cell_rows v(l.v, v_trans);
 
-                const auto * from = raw.data() + begin_v(l);
+                const auto * values = raw.data() + begin_v(l);
 
                 res.type_v = v.type();
-                res.v.assign(from, from + n*v.size());
-                const int64_t n_embd = l.v->ne[0];
-                const size_t  one    = v.size()/n_embd;
+                res.v.assign(values, values + n*v.size());
+                const int64_t n_embd    = l.v->ne[0];
+                const size_t  elem_size = v.size()/n_embd;
                 for (int64_t e = 0; v.trans && e < n_embd; ++e) {
                     for (int32_t c = 0; c < n; ++c) {
-                        memcpy(res.v.data() + (c*n_embd + e)*one, from + (e*n + c)*one, one);
+                        memcpy(res.v.data() + (c*n_embd + e)*elem_size, values + (e*n + c)*elem_size, elem_size);
                     }
                 }
             }
@@ -175,11 +175,11 @@ static bool gather_device(
 
     const size_t max_nodes = p.layers.size()*16 + 16;
 
-    if (!graphs.compute(lctx, kv, layers, p, max_nodes, { &in }, build, read)) {
+    if (!graphs.compute(lctx, kv, layers, p, max_nodes, { &in_cells }, build, read)) {
         return false;
     }
-    if (p.kept && p.kept->gf) {
-        p.kept->shapes = { { n } };
+    if (p.graph && p.graph->gf) {
+        p.graph->shapes = { { n } };
     }
 
     return true;
@@ -196,10 +196,10 @@ bool gather(
         }
     }
 
-    for (auto p : graphs.parts(layers, KEPT_CELLS)) {
-        auto & own = p.layers;
-        own.erase(std::remove_if(own.begin(), own.end(), [&](size_t i) { return is_host(layers[i]); }), own.end());
-        if (!own.empty() && !gather_device(graphs, lctx, layers, p, cells, n, f)) {
+    for (auto p : graphs.parts(layers, GRAPH_CELLS)) {
+        auto & part_layers = p.layers;
+        part_layers.erase(std::remove_if(part_layers.begin(), part_layers.end(), [&](size_t i) { return is_host(layers[i]); }), part_layers.end());
+        if (!part_layers.empty() && !gather_device(graphs, lctx, layers, p, cells, n, f)) {
             return false;
         }
     }

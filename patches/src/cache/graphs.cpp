@@ -29,17 +29,17 @@ void input::upload() const {
 }
 
 size_t part::align() const {
-    return kept ? ggml_backend_buft_get_alignment(kept->buft) : 256;
+    return graph ? ggml_backend_buft_get_alignment(graph->buft) : 256;
 }
 
-part all_of(const std::vector<layer> & layers) {
+part single_part(const std::vector<layer> & layers) {
     part res = { std::vector<size_t>(layers.size()), nullptr };
     std::iota(res.layers.begin(), res.layers.end(), 0);
     return res;
 }
 
 // null if the layer's device has no spares
-kept_graph * graphs::kept_of(const layer & l, kept_use use) {
+cached_graph * graphs::find_cached(const layer & l, graph_use use) {
     const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
 
     spare_devices spares;
@@ -47,22 +47,22 @@ kept_graph * graphs::kept_of(const layer & l, kept_use use) {
         return nullptr;
     }
 
-    auto & res = kept[buft][use];
+    auto & res = cached[buft][use];
     if (!res.backend) {
         res.buft = buft;
-        res.backend.reset(ggml_backend_dev_init(spares[use == KEPT_EDITS ? 0 : 1], nullptr));
+        res.backend.reset(ggml_backend_dev_init(spares[use == GRAPH_EDITS ? 0 : 1], nullptr));
         res.alloc  .reset(ggml_gallocr_new(buft));
     }
 
-    return res.backend && !res.unfit ? &res : nullptr;
+    return res.backend && !res.is_uncacheable ? &res : nullptr;
 }
 
-std::vector<part> graphs::parts(const std::vector<layer> & layers, kept_use use) {
+std::vector<part> graphs::parts(const std::vector<layer> & layers, graph_use use) {
     std::vector<part> res;
     for (size_t i = 0; i < layers.size(); ++i) {
-        auto * graph = kept_of(layers[i], use);
+        auto * graph = find_cached(layers[i], use);
 
-        auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return p.kept == graph; });
+        auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return p.graph == graph; });
         if (it == res.end()) {
             it = res.insert(it, { {}, graph });
         }
@@ -72,81 +72,81 @@ std::vector<part> graphs::parts(const std::vector<layer> & layers, kept_use use)
 }
 
 void graphs::clear() {
-    for (auto & one : kept) {
-        for (auto & graph : one.second) {
+    for (auto & entry : cached) {
+        for (auto & graph : entry.second) {
             graph.clear();
         }
     }
 }
 
 // build the graph that a spare keeps; returns false if the device lacks memory
-static bool keep_graph(
+static bool build_cached(
         const llama_kv_cache & kv, const part & p, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build) {
     static std::atomic<uint64_t> n_synthetic;
 
-    auto & kept = *p.kept;
+    auto & cached = *p.graph;
 
-    kept.clear();
-    kept.ctx.reset(ggml_init({ ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false), nullptr, true }));
+    cached.clear();
+    cached.ctx.reset(ggml_init({ ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false), nullptr, true }));
 
-    ggml_context * ctx = kept.ctx.get();
+    ggml_context * ctx = cached.ctx.get();
     ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
 
     for (input * i : inputs) {
         i->create(ctx);
-        kept.inputs.push_back(i->t);
+        cached.inputs.push_back(i->t);
     }
 
-    ggml_tensor * rot = kv.build_input_k_rot(ctx);
-    if (rot) {
+    ggml_tensor * k_rot = kv.build_input_k_rot(ctx);
+    if (k_rot) {
         // Mark the Hadamard matrix as an output: it is uploaded only once, so its memory must not be reused
-        ggml_set_output(rot);
+        ggml_set_output(k_rot);
     }
 
     for (size_t i = 0; i < p.layers.size(); ++i) {
-        kept.outputs.push_back(build(ctx, gf, i, rot));
+        cached.outputs.push_back(build(ctx, gf, i, k_rot));
     }
 
-    // A graph that reads tensors on other devices is not kept, because no scheduler would copy these tensors for it
+    // A graph that reads tensors on other devices is not cached, because no scheduler would copy these tensors for it
     for (int i = 0; i < gf->n_leafs; ++i) {
         const auto * buf = gf->leafs[i]->buffer;
-        kept.unfit = kept.unfit || (buf && buf->buft != kept.buft);
+        cached.is_uncacheable = cached.is_uncacheable || (buf && buf->buft != cached.buft);
     }
-    if (kept.unfit) {
-        kept.clear();
+    if (cached.is_uncacheable) {
+        cached.clear();
         return true;
     }
 
     // ggml_gallocr_alloc_graph alone would mistake the new graph for the previous one if both have the same number of
     // nodes
-    if (!ggml_gallocr_reserve(kept.alloc.get(), gf) || !ggml_gallocr_alloc_graph(kept.alloc.get(), gf)) {
-        kept.clear();
+    if (!ggml_gallocr_reserve(cached.alloc.get(), gf) || !ggml_gallocr_alloc_graph(cached.alloc.get(), gf)) {
+        cached.clear();
         return false;
     }
-    if (rot && rot->buffer) {
-        ggml_backend_tensor_set(rot, memory::key_rotation(kv, rot->ne[0]).data(), 0, ggml_nbytes(rot));
+    if (k_rot && k_rot->buffer) {
+        ggml_backend_tensor_set(k_rot, memory::key_hadamard(kv, k_rot->ne[0]).data(), 0, ggml_nbytes(k_rot));
     }
     // ggml's RPC client recognizes the graph by this id
     gf->uid = ++n_synthetic;
-    kept.gf = gf;
+    cached.gf = gf;
 
     return true;
 }
 
-static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs, const graphs::read_t & read) {
-    if (ggml_graph_n_nodes(kept.gf) == 0) {
+static bool compute_cached(cached_graph & cached, const std::vector<input *> & inputs, const graphs::read_t & read) {
+    if (ggml_graph_n_nodes(cached.gf) == 0) {
         return true;
     }
     for (size_t i = 0; i < inputs.size(); ++i) {
-        inputs[i]->t = kept.inputs[i];
+        inputs[i]->t = cached.inputs[i];
         inputs[i]->upload();
     }
     // Do not wait for the decode: a worker executes its commands in order, even if they are for different devices
-    if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
+    if (ggml_backend_graph_compute(cached.backend.get(), cached.gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
     if (read) {
-        read(kept.outputs);
+        read(cached.outputs);
     }
 
     return true;
@@ -155,12 +155,12 @@ static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs,
 bool graphs::compute(
         llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
         const std::vector<input *> & inputs, const build_t & build, const read_t & read) {
-    if (p.kept) {
-        if (!p.kept->gf && !keep_graph(kv, p, max_nodes, inputs, build)) {
+    if (p.graph) {
+        if (!p.graph->gf && !build_cached(kv, p, max_nodes, inputs, build)) {
             return false;
         }
-        if (!p.kept->unfit) {
-            return compute_kept(*p.kept, inputs, read);
+        if (!p.graph->is_uncacheable) {
+            return compute_cached(*p.graph, inputs, read);
         }
     }
 
@@ -188,30 +188,30 @@ bool graphs::compute(
         i->create(ctx);
     }
 
-    ggml_tensor * rot = kv.build_input_k_rot(ctx);
+    ggml_tensor * k_rot = kv.build_input_k_rot(ctx);
 
-    std::vector<ggml_backend_t> homes;
+    std::vector<ggml_backend_t> layer_backends;
     std::vector<ggml_tensor *>  results;
 
     for (size_t i = 0; i < p.layers.size(); ++i) {
-        const int first = ggml_graph_n_nodes(gf);
+        const int i_first = ggml_graph_n_nodes(gf);
 
-        results.push_back(build(ctx, gf, i, rot));
+        results.push_back(build(ctx, gf, i, k_rot));
 
         // Assign the operations to the device that holds the cache. Do not assign views: the viewed tensor may be an
         // input on the host, and its view must stay there
         const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
-        const auto home = std::find_if(backends.begin(), backends.end(),
+        const auto backend = std::find_if(backends.begin(), backends.end(),
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
-        homes.push_back(home == backends.end() ? nullptr : *home);
-        if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
+        layer_backends.push_back(backend == backends.end() ? nullptr : *backend);
+        if (layer_backends.back() && results.back() && results.back()->op == GGML_OP_NONE) {
             // the graph writes the layer's result to this tensor, so this tensor must lie on the cache's device as well
-            ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
+            ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), layer_backends.back());
         }
-        for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
+        for (int j = i_first; backend != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
             ggml_tensor * node = ggml_graph_node(gf, j);
-            if (!ggml_op_is_empty(node->op) && ggml_backend_supports_op(*home, node)) {
-                ggml_backend_sched_set_tensor_backend(sched.get(), node, *home);
+            if (!ggml_op_is_empty(node->op) && ggml_backend_supports_op(*backend, node)) {
+                ggml_backend_sched_set_tensor_backend(sched.get(), node, *backend);
             }
         }
     }
@@ -222,10 +222,11 @@ bool graphs::compute(
 
     // If all layers lie on one device, assign the lists to this device. Each list is then sent in one copy. Otherwise
     // the scheduler copies each layer's part of a list separately
-    const bool one_home = homes[0] && std::count(homes.begin(), homes.end(), homes[0]) == (ptrdiff_t) homes.size();
+    const bool is_one_backend = layer_backends[0] &&
+        std::count(layer_backends.begin(), layer_backends.end(), layer_backends[0]) == (ptrdiff_t) layer_backends.size();
     for (const input * i : inputs) {
-        if (one_home && i->t) {
-            ggml_backend_sched_set_tensor_backend(sched.get(), i->t, homes[0]);
+        if (is_one_backend && i->t) {
+            ggml_backend_sched_set_tensor_backend(sched.get(), i->t, layer_backends[0]);
         }
     }
 
@@ -236,8 +237,8 @@ bool graphs::compute(
     for (const input * i : inputs) {
         i->upload();
     }
-    if (rot && rot->buffer) {
-        kv.set_input_k_rot(rot);
+    if (k_rot && k_rot->buffer) {
+        kv.set_input_k_rot(k_rot);
     }
     if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
         return false;
@@ -250,7 +251,7 @@ bool graphs::compute(
 }
 
 // group the layers by device: one part per device
-static std::vector<part> by_device(const std::vector<layer> & layers) {
+static std::vector<part> parts_by_device(const std::vector<layer> & layers) {
     const auto buft_of = [&](size_t i) { return ggml_backend_buffer_get_type(layers[i].k->buffer); };
 
     std::vector<part> res;
@@ -270,11 +271,11 @@ bool graphs::compute_each(
     lctx.synchronize();
 
     std::vector<float> data;
-    for (const auto & p : by_device(layers)) {
-        const auto build_own = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
-            return build(ctx, gf, p.layers[i], rot);
+    for (const auto & p : parts_by_device(layers)) {
+        const auto build_part = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * k_rot) {
+            return build(ctx, gf, p.layers[i], k_rot);
         };
-        const auto read_own = [&](const std::vector<ggml_tensor *> & results) {
+        const auto read_part = [&](const std::vector<ggml_tensor *> & results) {
             for (size_t i = 0; i < results.size(); ++i) {
                 if (results[i]) {
                     data.resize(ggml_nelements(results[i]));
@@ -283,41 +284,41 @@ bool graphs::compute_each(
                 }
             }
         };
-        if (!compute(lctx, kv, layers, p, max_nodes, inputs, build_own, read_own)) {
+        if (!compute(lctx, kv, layers, p, max_nodes, inputs, build_part, read_part)) {
             return false;
         }
     }
     return true;
 }
 
-void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
-    // maximum number of unneeded bytes in the lists of an edit, per node of the kept graph
-    static constexpr int64_t n_vain_node = 128;
+void fit_shapes(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes) {
+    // maximum number of unneeded bytes in the lists of an edit, per node of the cached graph
+    static constexpr int64_t n_unneeded_node = 128;
 
-    auto & kept = *p.kept;
+    auto & cached = *p.graph;
 
-    auto fresh = rooms(shapes, nullptr);
+    auto new_shapes = capacities(shapes, nullptr);
 
-    bool    fits   = kept.gf;
-    int64_t n_vain = 0;
+    bool    fits       = cached.gf;
+    int64_t n_unneeded = 0;
 
-    for (size_t i = 0; kept.gf && i < shapes.size(); ++i) {
+    for (size_t i = 0; cached.gf && i < shapes.size(); ++i) {
         const auto & l = layers[p.layers[i]];
 
-        fits = fits && holds(kept.shapes[i], shapes[i]);
-        n_vain += list_bytes(l, kept.shapes[i], v_trans) - list_bytes(l, fresh[i], v_trans);
+        fits = fits && holds(cached.shapes[i], shapes[i]);
+        n_unneeded += list_bytes(l, cached.shapes[i], v_trans) - list_bytes(l, new_shapes[i], v_trans);
     }
 
-    // The lists of a kept graph have fixed lengths, so an edit fills them up with entries that it does not need. If
+    // The lists of a cached graph have fixed lengths, so an edit fills them up with entries that it does not need. If
     // there are too many such entries, sending them costs more than sending a new graph with shorter lists
-    const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
+    const bool is_wasteful = cached.gf && n_unneeded > ggml_graph_n_nodes(cached.gf)*n_unneeded_node;
 
-    if (fits && !large) {
-        shapes = kept.shapes;
+    if (fits && !is_wasteful) {
+        shapes = cached.shapes;
         return;
     }
-    shapes = kept.gf && !large ? rooms(shapes, &kept.shapes) : std::move(fresh);
-    kept.clear();
+    shapes = cached.gf && !is_wasteful ? capacities(shapes, &cached.shapes) : std::move(new_shapes);
+    cached.clear();
 }
 
 } // namespace kvtool

@@ -48,7 +48,7 @@ struct input {
 // A graph that this process and a worker (ggml's RPC server) both keep, so that a later request sends only the graph's
 // id. The server keeps one graph per device, and the device with the layers has the decode's graph. All other graphs
 // are therefore computed on a spare: a second handle of that device
-struct kept_graph {
+struct cached_graph {
     ggml_backend_buffer_type_t buft; // buffer type of the device that holds the layers
 
     ggml_backend_ptr backend; // computes the graph on the spare
@@ -62,8 +62,8 @@ struct kept_graph {
 
     std::vector<layer_shape> shapes; // one per layer: lengths of the lists that the graph reads
 
-    // true if the graph cannot be kept, because it reads a tensor that is not on the layers' device
-    bool unfit = false;
+    // true if the graph cannot be cached, because it reads a tensor that is not on the layers' device
+    bool is_uncacheable = false;
 
     void clear() {
         gf = nullptr;
@@ -73,33 +73,33 @@ struct kept_graph {
     }
 };
 
-enum kept_use { KEPT_EDITS, KEPT_KEYS, KEPT_CELLS, n_kept };
+enum graph_use { GRAPH_EDITS, GRAPH_KEYS, GRAPH_CELLS, n_graph_use };
 
 // layers that are served by one graph
 struct part {
     std::vector<size_t> layers;
 
-    kept_graph * kept; // null if the scheduler computes the graph
+    cached_graph * graph; // null if the scheduler computes the graph
 
     // alignment of a layer's part of a list; 256 is enough for every device
     size_t align() const;
 };
 
 // return one part with all these layers; a ggml scheduler computes its graph
-part all_of(const std::vector<layer> & layers);
+part single_part(const std::vector<layer> & layers);
 
 class graphs {
 public:
     // Adds layer i of the part to the graph. Returns the tensor that has the layer's result after the graph is
-    // computed, or null if there is no result. rot: Hadamard matrix of quantized keys; null if keys are not multiplied
-    // by one
-    using build_t = std::function<ggml_tensor * (ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot)>;
+    // computed, or null if there is no result. k_rot: Hadamard matrix of quantized keys; null if keys are not
+    // multiplied by one
+    using build_t = std::function<ggml_tensor * (ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * k_rot)>;
 
     // called with the results after the graph is computed, and before their memory is reused
     using read_t = std::function<void (const std::vector<ggml_tensor *> & results)>;
 
     // layers grouped by the graph that serves them
-    std::vector<part> parts(const std::vector<layer> & layers, kept_use use);
+    std::vector<part> parts(const std::vector<layer> & layers, graph_use use);
 
     // build and compute a graph over the part's layers; returns false if a device failed
     bool compute(
@@ -113,20 +113,20 @@ public:
             llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, size_t max_nodes,
             const std::vector<input *> & inputs, const build_t & build, const std::function<void (size_t i, const float * data)> & read);
 
-    // drop the kept graphs; call this if the tensors of the layers have changed
+    // drop the cached graphs; call this if the tensors of the layers have changed
     void clear();
 
 private:
     std::vector<uint8_t> buf_graph;
 
-    std::map<ggml_backend_buffer_type_t, std::array<kept_graph, n_kept>> kept;
+    std::map<ggml_backend_buffer_type_t, std::array<cached_graph, n_graph_use>> cached;
 
-    kept_graph * kept_of(const layer & l, kept_use use);
+    cached_graph * find_cached(const layer & l, graph_use use);
 };
 
 // On entry, `shapes` has the lengths that an edit needs for its lists. They are replaced by the lengths that the graph
-// uses. If the edit uses the kept graph, these are the lengths in this graph. Otherwise they are lengths for a new
-// graph, and the kept graph is dropped
-void fit(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
+// uses. If the edit uses the cached graph, these are the lengths in this graph. Otherwise they are lengths for a new
+// graph, and the cached graph is dropped
+void fit_shapes(const std::vector<layer> & layers, const part & p, bool v_trans, std::vector<layer_shape> & shapes);
 
 } // namespace kvtool

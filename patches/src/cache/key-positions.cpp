@@ -5,9 +5,9 @@
 namespace kvtool {
 
 void key_positions::make(const std::vector<layer> & layers) {
-    of_layer.clear();
+    tables.clear();
     for (const auto & l : layers) {
-        of_layer.push_back({ l.n_cell, std::vector<int32_t>((size_t) l.n_head*l.n_cell) });
+        tables.push_back({ l.n_cell, std::vector<int32_t>((size_t) l.n_head*l.n_cell) });
     }
 }
 
@@ -15,7 +15,7 @@ void key_positions::resize(size_t i, int n_cell) {
     if (!is_on()) {
         return;
     }
-    auto & old = of_layer[i];
+    auto & old = tables[i];
 
     const int n_head = old.pos.size()/old.n_cell;
 
@@ -31,7 +31,7 @@ void key_positions::move(const std::vector<layer> & layers, const llama_kvtool_e
         return;
     }
 
-    const auto i_layer = [&](int row) {
+    const auto layer_of = [&](int row) {
         const auto after = std::upper_bound(layers.begin(), layers.end(), row, [](int r, const layer & l) { return r < l.row_0; });
         return after - layers.begin() - 1;
     };
@@ -39,14 +39,14 @@ void key_positions::move(const std::vector<layer> & layers, const llama_kvtool_e
     // read all sources first, because a move may read a cell that another move writes
     std::vector<int32_t> res;
     for (int i = 0; i < edit.n_move; ++i) {
-        const auto & m  = edit.moves[i];
-        const auto   at = i_layer(m.row);
-        res.push_back(get(at, m.row - layers[at].row_0, m.src) + m.delta);
+        const auto & m       = edit.moves[i];
+        const auto   i_layer = layer_of(m.row);
+        res.push_back(get(i_layer, m.row - layers[i_layer].row_0, m.src) + m.delta);
     }
     for (int i = 0; i < edit.n_move; ++i) {
-        const auto & m  = edit.moves[i];
-        const auto   at = i_layer(m.row);
-        put(at, m.row - layers[at].row_0, m.dst, res[i]);
+        const auto & m       = edit.moves[i];
+        const auto   i_layer = layer_of(m.row);
+        put(i_layer, m.row - layers[i_layer].row_0, m.dst, res[i]);
     }
 }
 

@@ -16,16 +16,16 @@ public:
     // create the positions of these layers' cells; all of them are 0
     void make(const std::vector<layer> & layers);
 
-    bool is_on() const { return !of_layer.empty(); }
+    bool is_on() const { return !tables.empty(); }
 
     // change layer i's number of cells to n_cell; cells that remain keep their positions
     void resize(size_t i, int n_cell);
 
     void move(const std::vector<layer> & layers, const llama_kvtool_edit & edit);
 
-    void put(size_t i, int head, int cell, int32_t pos) { of_layer[i].at(head, cell) = pos; }
+    void put(size_t i, int head, int cell, int32_t pos) { tables[i].at(head, cell) = pos; }
 
-    int32_t get(size_t i, int head, int cell) const { return of_layer[i].at(head, cell); }
+    int32_t get(size_t i, int head, int cell) const { return tables[i].at(head, cell); }
 
 private:
     struct table {
@@ -37,7 +37,7 @@ private:
         const int32_t & at(int head, int cell) const { return pos[(size_t) head*n_cell + cell]; }
     };
 
-    std::vector<table> of_layer;
+    std::vector<table> tables;
 };
 
 } // namespace kvtool

@@ -55,14 +55,14 @@ ggml_tensor * probabilities(
     return p;
 }
 
-reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen)
+reducer::reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * n_seen)
     : ctx(ctx), params(params), p(p), n_kv(p->ne[0]), n_tokens(p->ne[1]), n_head_kv(n_head_kv), n_gqa(p->ne[2]/n_head_kv) {
     // for LLAMA_KVTOOL_GROUP_SUM, the sum over heads is not computed here, but together with the sum over queries
     a = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1 ? p : reduce_group(params.group);
 
     if (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
-        // 1 where p >= 1/seen, otherwise 0
-        hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
+        // 1 where p >= 1/n_seen, otherwise 0
+        hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, n_seen), -1.0f, 1.0f)), -1.0f, 1.0f);
     }
 }
 
@@ -116,11 +116,13 @@ ggml_tensor * reducer::finished(int s, ggml_tensor * t) const {
 } // namespace kvtool
 
 // slots: input of the graph; created here if it is null
-static void store_queries(const llm_graph_context & graph, stored_queries & to, ggml_tensor * & slots, int64_t n, ggml_tensor * q, float scale, ggml_tensor * sinks, int il) {
+static void store_queries(
+        const llm_graph_context & graph, stored_queries & dst, ggml_tensor * & slots, int64_t n, ggml_tensor * q, float scale,
+        ggml_tensor * sinks, int il) {
     if (!slots) {
         slots = new_input(graph.ctx0, GGML_TYPE_I64, n, 1, 1);
     }
-    ggml_build_forward_expand(graph.gf, to.build(graph.ctx0, il, q, slots, scale, sinks));
+    ggml_build_forward_expand(graph.gf, dst.build(graph.ctx0, il, q, slots, scale, sinks));
 }
 
 void llama_kvtool_build(
@@ -145,7 +147,7 @@ void llama_kvtool_build(
     const int64_t n_tokens = q->ne[1];
 
     if (kvtool->queries.is_on()) {
-        store_queries(graph, kvtool->queries, graph_input(graph).asked, std::min<int64_t>(kvtool->queries.n_slot(), n_tokens), q, kq_scale, sinks, il);
+        store_queries(graph, kvtool->queries, graph_input(graph).query_slots, std::min<int64_t>(kvtool->queries.n_slot(), n_tokens), q, kq_scale, sinks, il);
     }
     if (params.signals == 0) {
         return;
@@ -157,7 +159,7 @@ void llama_kvtool_build(
     graph_input(graph).is_deferred = is_deferred;
 
     if (is_deferred) {
-        store_queries(graph, kvtool->deferred, graph_input(graph).waiting, n_tokens, q, kq_scale, sinks, il);
+        store_queries(graph, kvtool->deferred, graph_input(graph).deferred_slots, n_tokens, q, kq_scale, sinks, il);
         return;
     }
     if (!p) {
@@ -171,20 +173,20 @@ void llama_kvtool_build(
     // if earlier layers read the same cells, begin with the signals of these layers
     auto & shared = graph.res->kvtool.shared;
 
-    const auto before = std::find_if(shared.begin(), shared.end(), [&](const auto & x) { return x.i == (int) i_layer; });
+    const auto it = std::find_if(shared.begin(), shared.end(), [&](const auto & x) { return x.i == (int) i_layer; });
 
-    llama_kvtool_graph::probe sums = before == shared.end() ? llama_kvtool_graph::probe { (int) i_layer, {} } : *before;
-    if (before != shared.end()) {
-        shared.erase(before);
+    llama_kvtool_graph::probe sums = it == shared.end() ? llama_kvtool_graph::probe { (int) i_layer, {} } : *it;
+    if (it != shared.end()) {
+        shared.erase(it);
     }
 
     llama_kvtool_graph::probe probe = { (int) i_layer, {} };
 
     auto & input = graph_input(graph);
-    if (!input.seen && (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT))) {
-        input.seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
+    if (!input.n_seen && (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT))) {
+        input.n_seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
     }
-    const reducer reduced(ctx, params, p, k->ne[2], input.seen);
+    const reducer reduced(ctx, params, p, k->ne[2], input.n_seen);
 
     for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
         if (!(params.signals >> s & 1)) {
@@ -202,10 +204,10 @@ void llama_kvtool_build(
             continue;
         }
         if (1u << s == LLAMA_KVTOOL_SIGNAL_RECENT) {
-            if (!input.slots) {
-                input.slots = new_input(ctx, GGML_TYPE_I64, t->ne[1], 1, 1);
+            if (!input.recent_slots) {
+                input.recent_slots = new_input(ctx, GGML_TYPE_I64, t->ne[1], 1, 1);
             }
-            ggml_build_forward_expand(graph.gf, kvtool->recent.build(ctx, i_layer, t, input.slots));
+            ggml_build_forward_expand(graph.gf, kvtool->recent.build(ctx, i_layer, t, input.recent_slots));
             continue;
         }
         t = reduced.finished(s, t);
@@ -233,7 +235,7 @@ void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, ui
     if (res.kvtool.joint) {
         for (size_t i = 0; i < res.kvtool.joint->parts.size(); ++i) {
             const auto & part = *res.kvtool.joint->parts[i];
-            res.kvtool.joint->own.members[i].lctx->kvtool->decoded(lctx, part.res->kvtool, part.n);
+            res.kvtool.joint->state.members[i].lctx->kvtool->decoded(lctx, part.res->kvtool, part.n);
         }
     } else if (lctx.kvtool) {
         lctx.kvtool->decoded(lctx, res.kvtool, n_tokens);
@@ -247,20 +249,20 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
 
     const auto & params = kvtool->params;
 
-    const bool hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
+    const bool has_hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
 
     // this bound must be tight, because ggml and its scheduler allocate about a kilobyte for each node that it allows
-    uint32_t res = kvtool->joint ? kvtool->joint->n_most*kvtool->joint->n_node : 0;
+    uint32_t res = kvtool->joint ? kvtool->joint->n_member_max*kvtool->joint->n_node_member : 0;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
         // with attention sinks, each KV head needs a separate flash attention, with views of its inputs
-        const uint32_t n_by_head = 8*hparams.n_head_kv(il);
+        const uint32_t n_per_head = 8*hparams.n_head_kv(il);
 
         // Number of nodes, term by term: probabilities (only with flash attention) and scaled queries; signals that are
         // combined over several layers; ragged rows; ALiBi; recall; residents; signals that count hits
-        res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 + n_by_head : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) +
-            (kvtool->resident ? 24 + n_by_head : 0) + (hits ? 8 : 0);
+        res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 + n_per_head : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) +
+            (kvtool->resident ? 24 + n_per_head : 0) + (has_hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
             // A halving needs two views and a sum. An odd number of elements needs one more view and one more sum. For
             // a maximum, each sum becomes three operations
@@ -269,7 +271,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;
         }
         res += kvtool->queries.is_on() ? 8 : 0;
-        res += kvtool->deferred.n_most > 0 ? 8 : 0;
+        res += kvtool->deferred.n_slot > 0 ? 8 : 0;
         if (kvtool->recent.is_on()) {
             // the sum or maximum of the recent signal over the heads of a group
             res += 16 + 9*n_halving(1);

@@ -24,8 +24,8 @@ ggml_tensor * probabilities(
 // reductions of one layer's probabilities p [n_kv, n_tokens, n_head] to values per row
 class reducer {
 public:
-    // seen: F32 [1, n_tokens], the tokens that each query has seen; only for signals that count hits
-    reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * seen);
+    // n_seen: F32 [1, n_tokens], the tokens that each query has seen; only for signals that count hits
+    reducer(ggml_context * ctx, const llama_kvtool_params & params, ggml_tensor * p, int64_t n_head_kv, ggml_tensor * n_seen);
 
     // Signal s of one layer: [n_kv, 1, n_head_kv]. The recent signal and squares have one value per query: [n_kv, n,
     // n_head_kv]. For squares, the values are not squared yet: `finished` squares them after the values of all layers

@@ -18,9 +18,9 @@ using namespace kvtool;
 
 // inputs of a layer's rows; null if the graph has none yet
 static const llama_kvtool_input::rows * find_rows(const llm_graph_context & graph, int i) {
-    const auto & all = graph_input(graph).ragged;
-    const auto   it  = std::find_if(all.begin(), all.end(), [&](const auto & rows) { return rows.i == i; });
-    return it == all.end() ? nullptr : &*it;
+    const auto & inputs = graph_input(graph).ragged;
+    const auto   it     = std::find_if(inputs.begin(), inputs.end(), [&](const auto & rows) { return rows.i == i; });
+    return it == inputs.end() ? nullptr : &*it;
 }
 
 // store new keys and values at the end of each row
@@ -84,7 +84,7 @@ bool llama_kvtool_store(
         return false;
     }
     if (k_cur) {
-        kvtool->see(il, k_cur);
+        kvtool->read_rope(il, k_cur);
     }
     if (!kvtool->params.ragged || !kvtool->find(il)) {
         return false;
@@ -128,14 +128,14 @@ static ggml_tensor * distances(const llm_graph_context & graph, const layer & l,
     ggml_context * ctx = graph.ctx0;
 
     auto & input = graph_input(graph);
-    if (!input.queries) {
-        input.queries = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
+    if (!input.query_pos) {
+        input.query_pos = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
     }
 
-    ggml_tensor * keys = new_input(ctx, GGML_TYPE_F32, n_kv, 1, l.n_head);
-    input.biased.push_back({ i, keys });
+    ggml_tensor * key_pos = new_input(ctx, GGML_TYPE_F32, n_kv, 1, l.n_head);
+    input.alibi_inputs.push_back({ i, key_pos });
 
-    return minus_distances(ctx, keys, ggml_reshape_2d(ctx, input.queries, 1, n_tokens));
+    return minus_distances(ctx, key_pos, ggml_reshape_2d(ctx, input.query_pos, 1, n_tokens));
 }
 
 // mask that shows each token only the synthetic cells that were computed for it
@@ -147,26 +147,26 @@ static ggml_tensor * synthetic_mask(const llm_graph_context & graph, const llama
 
     ggml_context * ctx = graph.ctx0;
 
-    auto & all = graph_input(graph).synthetic_masks;
-    const auto it = std::find_if(all.begin(), all.end(), [&](const auto & m) { return m.n_gqa == n_gqa; });
-    if (it != all.end()) {
+    auto & masks = graph_input(graph).synthetic_masks;
+    const auto it = std::find_if(masks.begin(), masks.end(), [&](const auto & m) { return m.n_gqa == n_gqa; });
+    if (it != masks.end()) {
         return it->mask;
     }
 
-    ggml_tensor * seen = new_input(ctx, GGML_TYPE_F32, kq_mask->ne[0], n_tokens, 1);
+    ggml_tensor * visible = new_input(ctx, GGML_TYPE_F32, kq_mask->ne[0], n_tokens, 1);
 
     // some devices cannot add in half precision
     const bool is_half = kq_mask->type == GGML_TYPE_F16;
-    ggml_tensor * x = ggml_add(ctx, is_half ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask, seen);
+    ggml_tensor * x = ggml_add(ctx, is_half ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask, visible);
 
-    all.push_back({ n_gqa, seen, is_half ? ggml_cast(ctx, x, GGML_TYPE_F16) : x });
-    return all.back().mask;
+    masks.push_back({ n_gqa, visible, is_half ? ggml_cast(ctx, x, GGML_TYPE_F16) : x });
+    return masks.back().mask;
 }
 
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (kvtool && kvtool->resides(kq_mask->ne[1])) {
+    if (kvtool && kvtool->uses_residents(kq_mask->ne[1])) {
         // llama_kvtool_resident makes the mask for this step
         return kq_mask;
     }
@@ -203,12 +203,12 @@ static ggml_tensor * flash_attention(
     const float   cap    = graph.hparams.attn_soft_cap ? graph.hparams.f_attn_logit_softcapping : 0.0f;
     const int64_t n_head = k->ne[3];
 
-    const auto flash = [&](int64_t head, int64_t n, ggml_tensor * own_sinks) {
+    const auto flash = [&](int64_t head, int64_t n, ggml_tensor * head_sinks) {
         const auto heads = [&](ggml_tensor * t) {
             return ggml_view_4d(ctx, t, t->ne[0], t->ne[1], t->ne[2], n, t->nb[1], t->nb[2], t->nb[3], head*t->nb[3]);
         };
         ggml_tensor * cur = ggml_flash_attn_ext(ctx, heads(q), heads(k), heads(v), heads(mask), scale, 0.0f, cap);
-        ggml_flash_attn_ext_add_sinks(cur, own_sinks);
+        ggml_flash_attn_ext_add_sinks(cur, head_sinks);
         ggml_prec_set_acc(cur, GGML_PREC_F32);
         return cur;
     };
@@ -219,8 +219,8 @@ static ggml_tensor * flash_attention(
     ggml_tensor * res = nullptr;
     for (int64_t head = 0; head < n_head; ++head) {
         // the sinks are copied because Vulkan's kernel reads them only at aligned offsets
-        ggml_tensor * own = ggml_cont(ctx, ggml_view_1d(ctx, sinks, q->ne[2], head*q->ne[2]*sinks->nb[0]));
-        ggml_tensor * cur = flash(head, 1, own);
+        ggml_tensor * head_sinks = ggml_cont(ctx, ggml_view_1d(ctx, sinks, q->ne[2], head*q->ne[2]*sinks->nb[0]));
+        ggml_tensor * cur = flash(head, 1, head_sinks);
         res = res ? ggml_concat(ctx, res, cur, 3) : cur;
     }
     return res;
@@ -235,15 +235,15 @@ ggml_tensor * kvtool::attend_rows(
     view_cells(graph, l, k, v);
 
     // view the dimension n_head as two dimensions: [n_head/l.n_head, l.n_head]
-    const auto by_row = [&](ggml_tensor * t) {
+    const auto split_heads = [&](ggml_tensor * t) {
         t = ggml_permute(ctx, t, 0, 2, 1, 3);
         const int64_t n_group = t->ne[2]/l.n_head;
         return ggml_view_4d(ctx, t, t->ne[0], t->ne[1], n_group, l.n_head, t->nb[1], t->nb[2], n_group*t->nb[2], 0);
     };
-    const auto readable = [&](ggml_tensor * t) { return by_row(t->type == GGML_TYPE_F32 ? ggml_cast(ctx, t, GGML_TYPE_F16) : t); };
+    const auto readable = [&](ggml_tensor * t) { return split_heads(t->type == GGML_TYPE_F32 ? ggml_cast(ctx, t, GGML_TYPE_F16) : t); };
 
     // [n_embd_v, n_gqa, n_tokens, l.n_head]
-    ggml_tensor * cur = flash_attention(graph, by_row(q), readable(k), readable(v), mask, sinks, scale);
+    ggml_tensor * cur = flash_attention(graph, split_heads(q), readable(k), readable(v), mask, sinks, scale);
     const int64_t n_embd   = cur->ne[0]*cur->ne[1]*cur->ne[3];
     const int64_t n_tokens = cur->ne[2];
     // put all heads of a token next to each other
@@ -297,33 +297,33 @@ static bool prepare(llama_context & lctx, uint32_t n_tokens) {
         LLAMA_LOG_ERROR("%s\n", kvtool->broken.c_str());
         return false;
     }
-    const auto & waiting = kvtool->deferred;
-    if ((!kvtool->defers(n_tokens) || waiting.n + (int) n_tokens > waiting.n_most) && !kvtool->sum_deferred(lctx)) {
+    const auto & deferred = kvtool->deferred;
+    if ((!kvtool->defers(n_tokens) || deferred.n + (int) n_tokens > deferred.n_slot) && !kvtool->sum_deferred(lctx)) {
         LLAMA_LOG_ERROR("the device failed to compute the signals\n");
         return false;
     }
-    if (kvtool->most_cells() > kvtool->n_most) {
-        LLAMA_LOG_ERROR("the index of this model chooses %d cells, not %d\n", kvtool->n_most, kvtool->most_cells());
+    if (kvtool->most_cells() > kvtool->n_indexed) {
+        LLAMA_LOG_ERROR("the index of this model chooses %d cells, not %d\n", kvtool->n_indexed, kvtool->most_cells());
         return false;
     }
     if (kvtool->resident) {
-        kvtool->resident->is_fit = kvtool->resident->chosen.unfit().empty();
+        kvtool->resident->is_fit = kvtool->resident->selection.unfit().empty();
     }
     if (kvtool->params.n_recall > 0) {
-        const int n_own = kvtool->n_used(lctx);
-        const int n     = kvtool->layers[0].n_cell - kvtool->params.n_recall;
-        if (n_tokens > (uint32_t) (n - n_own)) {
-            LLAMA_LOG_ERROR("%d cells cannot hold %d + %u tokens\n", n, n_own, n_tokens);
+        const int n_live = kvtool->n_used(lctx);
+        const int n      = kvtool->layers[0].n_cell - kvtool->params.n_recall;
+        if (n_tokens > (uint32_t) (n - n_live)) {
+            LLAMA_LOG_ERROR("%d cells cannot hold %d + %u tokens\n", n, n_live, n_tokens);
             return false;
         }
         if (kvtool->is_staging()) {
-            if (const std::string why = kvtool->unstaged(); !why.empty()) {
+            if (const std::string why = kvtool->no_staging(); !why.empty()) {
                 LLAMA_LOG_ERROR("%s\n", why.c_str());
                 return false;
             }
             kvtool->fill_recalled(lctx, 0);
-        } else if (kvtool->resides(n_tokens)) {
-            if (!kvtool->place_residents(lctx, n_tokens)) {
+        } else if (kvtool->uses_residents(n_tokens)) {
+            if (!kvtool->update_residents(lctx, n_tokens)) {
                 LLAMA_LOG_ERROR("the device failed to write archived tokens\n");
                 return false;
             }

@@ -12,7 +12,7 @@ float * recent::ring::data() {
     return copy.empty() ? (float *) t->data : copy.data();
 }
 
-bool recent::make(rings & res, const int * n_cell) const {
+bool recent::make(ring_buffers & res, const int * n_cell) const {
     if (!is_on()) {
         return true;
     }
@@ -20,16 +20,16 @@ bool recent::make(rings & res, const int * n_cell) const {
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
 
-        auto it = std::find_if(res.all.begin(), res.all.end(), [&](const ring & r) { return r.buft == buft; });
-        if (it == res.all.end()) {
-            it = res.all.emplace(it);
+        auto it = std::find_if(res.rings.begin(), res.rings.end(), [&](const ring & r) { return r.buft == buft; });
+        if (it == res.rings.end()) {
+            it = res.rings.emplace(it);
             it->buft = buft;
         }
-        res.places.push_back({ (size_t) (it - res.all.begin()), it->n, n_cell[i] });
+        res.locations.push_back({ (size_t) (it - res.rings.begin()), it->n, n_cell[i] });
         it->n += (size_t) layers[i].n_head*n_cell[i];
     }
 
-    for (auto & r : res.all) {
+    for (auto & r : res.rings) {
         const size_t n_float = r.n*n_slot();
 
         // Allocate the ring buffer on the device, or on the host if the device lacks memory. If it is on the host, the
@@ -54,38 +54,38 @@ bool recent::make(rings & res, const int * n_cell) const {
     return true;
 }
 
-void recent::take(rings && res) {
-    for (size_t i = 0; i < own.places.size(); ++i) {
-        const int n = std::min(own.places[i].n_cell, res.places[i].n_cell);
+void recent::replace(ring_buffers && new_buffers) {
+    for (size_t i = 0; i < buffers.locations.size(); ++i) {
+        const int n = std::min(buffers.locations[i].n_cell, new_buffers.locations[i].n_cell);
         for (int s = 0; s < n_slot(); ++s) {
             for (int head = 0; head < layers[i].n_head; ++head) {
-                std::copy_n(own.at(s, i, head), n, res.at(s, i, head));
+                std::copy_n(buffers.at(s, i, head), n, new_buffers.at(s, i, head));
             }
         }
     }
-    own   = std::move(res);
-    stale = false;
+    buffers  = std::move(new_buffers);
+    is_stale = false;
 }
 
 ggml_tensor * recent::build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const {
-    const auto & p = own.places[i];
-    const auto & r = own.all[p.ring];
+    const auto & loc = buffers.locations[i];
+    const auto & r   = buffers.rings[loc.i_ring];
 
-    GGML_ASSERT(t->ne[0] <= p.n_cell);
+    GGML_ASSERT(t->ne[0] <= loc.n_cell);
 
-    ggml_tensor * all = ggml_view_3d(ctx, r.t, t->ne[0], n_slot(), layers[i].n_head,
-            r.n*sizeof(float), p.n_cell*sizeof(float), p.first*sizeof(float));
+    ggml_tensor * cells = ggml_view_3d(ctx, r.t, t->ne[0], n_slot(), layers[i].n_head,
+            r.n*sizeof(float), loc.n_cell*sizeof(float), loc.offset*sizeof(float));
 
-    return ggml_set_rows(ctx, all, t, slots);
+    return ggml_set_rows(ctx, cells, t, slots);
 }
 
 void recent::decoded(int n_tokens) {
     if (!is_on()) {
         return;
     }
-    next  = slot(n_tokens);
-    n_new = std::min<int64_t>(n_new + (int64_t) n_tokens, n_slot());
-    stale = true;
+    next     = slot(n_tokens);
+    n_new    = std::min<int64_t>(n_new + (int64_t) n_tokens, n_slot());
+    is_stale = true;
 }
 
 void recent::collect(llama_context & lctx) {
@@ -99,9 +99,9 @@ void recent::collect(llama_context & lctx) {
     const int end   = slot(0);
     const int first = end - n_new;
 
-    for (auto & r : own.all) {
-        const auto get = [&](int a, int b) {
-            ggml_backend_tensor_get(r.t, r.copy.data() + a*r.n, a*r.n*sizeof(float), (b - a)*r.n*sizeof(float));
+    for (auto & r : buffers.rings) {
+        const auto get = [&](int first_slot, int end_slot) {
+            ggml_backend_tensor_get(r.t, r.copy.data() + first_slot*r.n, first_slot*r.n*sizeof(float), (end_slot - first_slot)*r.n*sizeof(float));
         };
         if (r.copy.empty()) {
             continue;
@@ -120,29 +120,29 @@ void recent::collect(llama_context & lctx) {
 void recent::sum(size_t i, int head, float * out, int n_cell) {
     std::fill(out, out + n_cell, 0.0f);
 
-    const int n = std::min(n_cell, own.places[i].n_cell);
+    const int n = std::min(n_cell, buffers.locations[i].n_cell);
 
     for (int t = 0; t < params.n_query; ++t) {
-        const float * from = own.at(past(t), i, head);
+        const float * attn = buffers.at(past_slot(t), i, head);
         for (int c = 0; c < n; ++c) {
-            out[c] += from[c];
+            out[c] += attn[c];
         }
     }
 }
 
 void recent::copy(float * out, const float * in, int n_cell) {
-    size_t at = 0; // offset of the row in the buffer
+    size_t offset = 0; // offset of the row in the buffer
 
     for (int t = 0; t < params.n_query; ++t) {
         for (size_t i = 0; i < layers.size(); ++i) {
-            const int n = std::min(n_cell, own.places[i].n_cell);
+            const int n = std::min(n_cell, buffers.locations[i].n_cell);
 
-            for (int head = 0; head < layers[i].n_head; ++head, at += n_cell) {
-                float * mine = own.at(past(t), i, head);
+            for (int head = 0; head < layers[i].n_head; ++head, offset += n_cell) {
+                float * attn = buffers.at(past_slot(t), i, head);
                 if (out) {
-                    std::fill(std::copy_n(mine, n, out + at), out + at + n_cell, 0.0f);
+                    std::fill(std::copy_n(attn, n, out + offset), out + offset + n_cell, 0.0f);
                 } else {
-                    std::fill(std::copy_n(in + at, n, mine), mine + own.places[i].n_cell, 0.0f);
+                    std::fill(std::copy_n(in + offset, n, attn), attn + buffers.locations[i].n_cell, 0.0f);
                 }
             }
         }
@@ -162,7 +162,7 @@ void recent::move(const llama_kvtool_edit & edit, const std::vector<layer_edit> 
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto & l = layers[i];
 
-        const int n_cell = own.places[i].n_cell;
+        const int n_cell = buffers.locations[i].n_cell;
 
         src.clear();
         dst.clear();
@@ -174,7 +174,7 @@ void recent::move(const llama_kvtool_edit & edit, const std::vector<layer_edit> 
         tmp.resize(src.size());
 
         for (int s = 0; s < n_slot(); ++s) {
-            float * cells = own.at(s, i, 0);
+            float * cells = buffers.at(s, i, 0);
 
             for (size_t j = 0; j < src.size(); ++j) {
                 tmp[j] = cells[src[j]];
@@ -193,7 +193,7 @@ void recent::move(const llama_kvtool_edit & edit, const std::vector<layer_edit> 
 
 void recent::clear() {
     clear_devices();
-    for (auto & r : own.all) {
+    for (auto & r : buffers.rings) {
         std::fill_n(r.data(), r.n*n_slot(), 0.0f);
     }
 }
@@ -201,13 +201,13 @@ void recent::clear() {
 // A slot must be 0 before a query uses it, because the query writes only the cells that llama.cpp's attention covers at
 // that time
 void recent::clear_devices() {
-    for (auto & r : own.all) {
-        if (stale && !r.copy.empty()) {
+    for (auto & r : buffers.rings) {
+        if (is_stale && !r.copy.empty()) {
             ggml_backend_buffer_clear(r.buf.get(), 0);
         }
     }
-    n_new = 0;
-    stale = false;
+    n_new    = 0;
+    is_stale = false;
 }
 
 } // namespace kvtool

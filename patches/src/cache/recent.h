@@ -45,29 +45,29 @@ public:
     };
 
     // where a layer's attention begins in a slot
-    struct place {
-        size_t ring;
-        size_t first;
+    struct location {
+        size_t i_ring;
+        size_t offset;
         int    n_cell;
     };
 
-    struct rings {
-        std::vector<ring>  all;
-        std::vector<place> places; // one per layer
+    struct ring_buffers {
+        std::vector<ring>     rings;
+        std::vector<location> locations; // one per layer
 
         // attention of layer i's head in a slot
         float * at(int slot, size_t i, int head) {
-            const auto & p = places[i];
-            return all[p.ring].data() + slot*all[p.ring].n + p.first + (size_t) head*p.n_cell;
+            const auto & loc = locations[i];
+            return rings[loc.i_ring].data() + slot*rings[loc.i_ring].n + loc.offset + (size_t) head*loc.n_cell;
         }
     };
 
     // create empty ring buffers for layers with these numbers of cells; returns false if there is no memory
-    bool make(rings & res, const int * n_cell) const;
+    bool make(ring_buffers & res, const int * n_cell) const;
 
     // Use these ring buffers from now on, and copy the content of the previous ring buffers to them. Call `collect`
     // first
-    void take(rings && res);
+    void replace(ring_buffers && new_buffers);
 
     // store t [n_kv, q, n_head], the attention of the last q queries to layer i's cells, in the slots I64 [q]
     ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
@@ -103,14 +103,14 @@ private:
     const std::vector<layer>  & layers;
     const llama_kvtool_params & params;
 
-    rings own;
+    ring_buffers buffers;
 
     // slot of query t of the last n_query queries; query 0 is the oldest
-    int64_t past(int64_t t) const { return slot(t); }
+    int64_t past_slot(int64_t t) const { return slot(t); }
 
-    int64_t next  = 0;     // Slot of the next query.
-    int     n_new = 0;     // Number of the newest queries whose attention `collect` has not copied yet.
-    bool    stale = false; // True if devices have stored a query since their ring buffers were cleared.
+    int64_t next     = 0;     // Slot of the next query.
+    int     n_new    = 0;     // Number of the newest queries whose attention `collect` has not copied yet.
+    bool    is_stale = false; // True if devices have stored a query since their ring buffers were cleared.
 
     void clear_devices();
 };

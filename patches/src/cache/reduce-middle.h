@@ -10,7 +10,7 @@ namespace kvtool {
 // (ggml_sum_rows would need a transpose, which is slow; some devices lack ggml_out_prod)
 template <typename F>
 ggml_tensor * reduce_middle(ggml_context * ctx, ggml_tensor * t, F && join) {
-    ggml_tensor * rest = nullptr;
+    ggml_tensor * odd_sum = nullptr;
 
     const auto part = [ctx](ggml_tensor * a, int64_t i, int64_t r) {
         return ggml_view_3d(ctx, a, a->ne[0], r, a->ne[2], a->nb[1], a->nb[2], i*a->nb[1]);
@@ -27,14 +27,14 @@ ggml_tensor * reduce_middle(ggml_context * ctx, ggml_tensor * t, F && join) {
 
         if (r % 2 == 1) {
             ggml_tensor * odd = part(t, r - 1, 1);
-            rest = rest ? join(rest, odd) : odd;
+            odd_sum = odd_sum ? join(odd_sum, odd) : odd;
         }
 
         t = join(part(t, 0, half), part(t, half, half));
         r = half;
     }
 
-    return rest ? join(t, rest) : t;
+    return odd_sum ? join(t, odd_sum) : t;
 }
 
 inline ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {

@@ -43,10 +43,10 @@ int resident_cells::region(const resident_sizes & n) {
 }
 
 resident_cells::resident_cells(
-        const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, const resident_sizes & n, int n_query,
+        const archive & tokens, const std::vector<layer> & layers, std::vector<attn_layer> attn_layers, const resident_sizes & n, int n_query,
         int n_filled, int n_thread)
-    : chosen(tokens, n), n_query(n_query), n_region(region(n)), layers(layers), askers(std::move(askers))
-    , n_filled(n_filled), live(layers.size()), changed(layers.size()), threads(n_thread - 1) {
+    : selection(tokens, n), n_query(n_query), n_region(region(n)), layers(layers), attn_layers(std::move(attn_layers))
+    , n_filled(n_filled), live_keys(layers.size()), changed_cells(layers.size()), threads(n_thread - 1) {
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
 
@@ -56,12 +56,12 @@ resident_cells::resident_cells(
             d = devices.end() - 1;
             d->buft = buft;
         }
-        homes.push_back({ (size_t) (d - devices.begin()), d->n_row });
+        locations.push_back({ (size_t) (d - devices.begin()), d->n_row });
         d->layers.push_back(i);
         d->n_row += layers[i].n_head;
     }
-    for (const auto & a : this->askers) {
-        devices[homes[a.i].device].n_number += a.n_embd*a.n_head;
+    for (const auto & a : this->attn_layers) {
+        devices[locations[a.i].i_device].n_embd_all += a.n_embd*a.n_head;
     }
     for (auto & d : devices) {
         make_device(d);
@@ -76,19 +76,19 @@ void resident_cells::make_device(device & d) {
         n_upload += 128*layers[i].n_head*(sizeof(int64_t) + (layers[i].n_embd_k + layers[i].n_embd_v)*sizeof(ggml_fp16_t));
     }
 
-    d.ctx.reset(ggml_init({ (3 + askers.size())*ggml_tensor_overhead(), nullptr, true }));
+    d.ctx.reset(ggml_init({ (3 + attn_layers.size())*ggml_tensor_overhead(), nullptr, true }));
 
     ggml_context * ctx = d.ctx.get();
 
     d.upload  = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, n_upload);
     d.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_filled + n_region, 1, 1, d.n_row);
-    d.queries = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, d.n_number, n_query);
+    d.queries = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, d.n_embd_all, n_query);
 
-    size_t at = 0;
-    for (auto & a : askers) {
-        if (&devices[homes[a.i].device] == &d) {
-            a.t = ggml_view_2d(ctx, d.queries, a.n_embd*a.n_head, n_query, d.queries->nb[1], at);
-            at += ggml_row_size(GGML_TYPE_F32, a.n_embd*a.n_head);
+    size_t offset = 0;
+    for (auto & a : attn_layers) {
+        if (&devices[locations[a.i].i_device] == &d) {
+            a.t = ggml_view_2d(ctx, d.queries, a.n_embd*a.n_head, n_query, d.queries->nb[1], offset);
+            offset += ggml_row_size(GGML_TYPE_F32, a.n_embd*a.n_head);
         }
     }
 
@@ -116,8 +116,8 @@ ggml_fp16_t * resident_cells::device::masks_of(int row) const {
 }
 
 ggml_tensor * resident_cells::store(ggml_context * ctx, int il, ggml_tensor * queries, ggml_tensor * slots, float scale) {
-    const auto a = std::find_if(askers.begin(), askers.end(), [&](const asker & x) { return x.il == il; });
-    GGML_ASSERT(a != askers.end() && queries->ne[0] == a->n_embd && queries->ne[1] == a->n_head);
+    const auto a = std::find_if(attn_layers.begin(), attn_layers.end(), [&](const attn_layer & x) { return x.il == il; });
+    GGML_ASSERT(a != attn_layers.end() && queries->ne[0] == a->n_embd && queries->ne[1] == a->n_head);
 
     a->scale = scale;
 
@@ -163,17 +163,17 @@ static void convert(const ggml_tensor * t, const float * x, int64_t n, uint8_t *
 
 // copy the cells of a part to the host's copy of `upload`
 void resident_cells::fill(const device & d, const part & p) const {
-    const auto & l   = layers[p.layer];
-    const auto & own = changed[p.layer];
+    const auto & l     = layers[p.layer];
+    const auto & cells = changed_cells[p.layer];
 
     auto * data = data_of<uint8_t>(d.upload_data);
 
-    auto * at = (int64_t *) (data + p.at);
+    auto * idx = (int64_t *) (data + p.idx);
     for (int64_t c = 0; c < p.n; ++c) {
-        at[c] = (int64_t) (l.n_cell - n_region)*l.n_head + own.at[p.first + c];
+        idx[c] = (int64_t) (l.n_cell - n_region)*l.n_head + cells.at[p.first + c];
     }
-    convert(l.k, own.keys  .data() + p.first*l.n_embd_k, p.n*l.n_embd_k, data + p.k);
-    convert(l.v, own.values.data() + p.first*l.n_embd_v, p.n*l.n_embd_v, data + p.v);
+    convert(l.k, cells.keys  .data() + p.first*l.n_embd_k, p.n*l.n_embd_k, data + p.k);
+    convert(l.v, cells.values.data() + p.first*l.n_embd_v, p.n*l.n_embd_v, data + p.v);
 }
 
 // the graph that writes the cells of all parts
@@ -186,21 +186,21 @@ ggml_cgraph * resident_cells::make_graph(device & d, const std::vector<part> & p
     ggml_context * ctx   = d.graph_ctx.get();
     ggml_cgraph  * graph = ggml_new_graph_custom(ctx, n_tensor, false);
 
-    const auto sent = [&](ggml_type type, int64_t n_embd, int64_t n, size_t from) {
+    const auto upload_view = [&](ggml_type type, int64_t n_embd, int64_t n, size_t offset) {
         ggml_tensor * t = ggml_new_tensor_2d(ctx, type, n_embd, n);
-        ggml_backend_tensor_alloc(d.buffer.get(), t, (char *) d.upload->data + from);
+        ggml_backend_tensor_alloc(d.buffer.get(), t, (char *) d.upload->data + offset);
         return t;
     };
 
     for (const auto & p : parts) {
         const auto & l = layers[p.layer];
 
-        ggml_tensor * at = sent(GGML_TYPE_I64, p.n, 1, p.at);
-        for (const auto & [cache, from] : {
-                std::pair { l.k, sent(sent_type(l.k), l.n_embd_k, p.n, p.k) },
-                std::pair { l.v, sent(sent_type(l.v), l.n_embd_v, p.n, p.v) } }) {
-            ggml_tensor * rows = ggml_reshape_2d(ctx, cache, from->ne[0], ggml_nelements(cache)/from->ne[0]);
-            ggml_tensor * set  = ggml_set_rows(ctx, rows, from, at);
+        ggml_tensor * idx = upload_view(GGML_TYPE_I64, p.n, 1, p.idx);
+        for (const auto & [cache, src] : {
+                std::pair { l.k, upload_view(sent_type(l.k), l.n_embd_k, p.n, p.k) },
+                std::pair { l.v, upload_view(sent_type(l.v), l.n_embd_v, p.n, p.v) } }) {
+            ggml_tensor * rows = ggml_reshape_2d(ctx, cache, src->ne[0], ggml_nelements(cache)/src->ne[0]);
+            ggml_tensor * set  = ggml_set_rows(ctx, rows, src, idx);
             for (ggml_tensor * view : { rows, set }) {
                 ggml_backend_view_init(view);
             }
@@ -221,7 +221,7 @@ bool resident_cells::write(ggml_backend_t backend, device & d) {
     const auto send = [&] {
         // the device may still read the cells that were sent before
         ggml_backend_synchronize(backend);
-        share(parts.size(), [&](int i) { fill(d, parts[i]); });
+        parallel_for(parts.size(), [&](int i) { fill(d, parts[i]); });
         ggml_backend_tensor_set_async(backend, d.upload, data_of<uint8_t>(d.upload_data), 0, n_used);
         const bool res = ggml_backend_graph_compute_async(backend, make_graph(d, parts)) == GGML_STATUS_SUCCESS;
         parts.clear();
@@ -231,11 +231,11 @@ bool resident_cells::write(ggml_backend_t backend, device & d) {
 
     for (const size_t i : d.layers) {
         const auto & l = layers[i];
-        const int64_t n_all = changed[i].at.size();
-        for (int64_t first = 0, n = 0; first < n_all; first += n) {
+        const int64_t n_changed = changed_cells[i].at.size();
+        for (int64_t first = 0, n = 0; first < n_changed; first += n) {
             const size_t n_room = n_upload - std::min(n_used + 3*n_align, n_upload);
 
-            n = std::min<int64_t>(n_all - first, n_room/(sizeof(int64_t) + key_bytes(l) + value_bytes(l)));
+            n = std::min<int64_t>(n_changed - first, n_room/(sizeof(int64_t) + key_bytes(l) + value_bytes(l)));
             if (n == 0) {
                 if (!send()) {
                     return false;
@@ -243,7 +243,7 @@ bool resident_cells::write(ggml_backend_t backend, device & d) {
                 continue;
             }
             part p = { i, first, n, n_used, 0, 0 };
-            p.k    = GGML_PAD(p.at + n*sizeof(int64_t), n_align);
+            p.k    = GGML_PAD(p.idx + n*sizeof(int64_t), n_align);
             p.v    = GGML_PAD(p.k + n*key_bytes(l), n_align);
             n_used = GGML_PAD(p.v + n*value_bytes(l), n_align);
             parts.push_back(p);
@@ -254,29 +254,29 @@ bool resident_cells::write(ggml_backend_t backend, device & d) {
 
 // copy the mask of a layer to the host's copy of the device's masks
 void resident_cells::copy_mask(size_t layer) {
-    const auto & d = devices[homes[layer].device];
+    const auto & d = devices[locations[layer].i_device];
     for (int head = 0; head < layers[layer].n_head; ++head) {
-        const auto & from = chosen.mask(layer, head);
-        std::copy(from.begin(), from.end(), d.masks_of(homes[layer].row + head) + n_filled);
+        const auto & mask = selection.mask(layer, head);
+        std::copy(mask.begin(), mask.end(), d.masks_of(locations[layer].row_0 + head) + n_filled);
     }
 }
 
-bool resident_cells::place(llama_context & lctx, int64_t rot) {
-    chosen.begin(rot);
+bool resident_cells::update(llama_context & lctx, int64_t rot) {
+    selection.begin(rot);
     for (bool is_done = false; !is_done;) {
-        std::vector<uint8_t> is_whole(layers.size());
-        share(layers.size(), [&](int i) {
-            changed[i].clear();
-            is_whole[i] = chosen.update(i, changed[i]);
+        std::vector<uint8_t> is_complete(layers.size());
+        parallel_for(layers.size(), [&](int i) {
+            changed_cells[i].clear();
+            is_complete[i] = selection.update(i, changed_cells[i]);
         });
         for (auto & d : devices) {
             if (!write(backend_of(lctx, d.buft), d)) {
                 return false;
             }
         }
-        is_done = std::find(is_whole.begin(), is_whole.end(), 0) == is_whole.end();
+        is_done = std::find(is_complete.begin(), is_complete.end(), 0) == is_complete.end();
     }
-    share(layers.size(), [&](int i) { copy_mask(i); });
+    parallel_for(layers.size(), [&](int i) { copy_mask(i); });
 
     for (auto & d : devices) {
         ggml_backend_tensor_set_async(backend_of(lctx, d.buft), d.mask, d.masks_of(0), 0, ggml_nbytes(d.mask));
@@ -284,7 +284,7 @@ bool resident_cells::place(llama_context & lctx, int64_t rot) {
     return true;
 }
 
-void resident_cells::share(int n, const std::function<void (int)> & f) {
+void resident_cells::parallel_for(int n, const std::function<void (int)> & f) {
     std::atomic<int> next { 0 };
 
     const auto work = [&](size_t) {
@@ -292,18 +292,19 @@ void resident_cells::share(int n, const std::function<void (int)> & f) {
             f(i);
         }
     };
-    workers::group all;
-    std::string    own; // this thread's error; it is thrown after the wait, because other threads still use `work`
+    workers::group group;
+    // this thread's error; it is thrown after the wait, because other threads still use `work`
+    std::string    thread_error;
     try {
         for (size_t t = 0; t < threads.size(); ++t) {
-            threads.add(all, work);
+            threads.add(group, work);
         }
         work(0);
     } catch (const std::exception & e) {
-        own = e.what();
+        thread_error = e.what();
     }
-    if (const auto why = threads.wait(all); !why.empty() || !own.empty()) {
-        throw std::runtime_error(own.empty() ? why : own);
+    if (const auto why = threads.wait(group); !why.empty() || !thread_error.empty()) {
+        throw std::runtime_error(thread_error.empty() ? why : thread_error);
     }
 }
 
@@ -320,8 +321,8 @@ void resident_cells::copy_live(int n_live) {
     }
     n_copied = n_live;
     for (size_t i = 0; i < layers.size(); ++i) {
-        live[i].resize(n_live*layers[i].k->nb[1]);
-        ggml_backend_tensor_get(layers[i].k, live[i].data(), 0, live[i].size());
+        live_keys[i].resize(n_live*layers[i].k->nb[1]);
+        ggml_backend_tensor_get(layers[i].k, live_keys[i].data(), 0, live_keys[i].size());
     }
 }
 
@@ -337,52 +338,52 @@ void resident_cells::sum_live(size_t layer, int head, const float * queries, int
     for (int first = 0; first < n_query; first += n_few_columns) {
         const int n = std::min(n_query - first, n_few_columns);
 
-        multiply_rows(type, live[layer].data() + head*ggml_row_size(type, l.n_embd_k), l.k->nb[1], n_copied, l.n_embd_k,
+        multiply_rows(type, live_keys[layer].data() + head*ggml_row_size(type, l.n_embd_k), l.k->nb[1], n_copied, l.n_embd_k,
                 queries + (size_t) first*l.n_embd_k, n, x.data(), n_room);
         for (int q = 0; q < n; ++q) {
-            float * own = x.data() + (size_t) q*n_room;
+            float * query_logits = x.data() + (size_t) q*n_room;
             for (int c = 0; c < n_copied; ++c) {
-                own[c] *= logits.scale;
-                own[c]  = logits.cap > 0.0f ? logits.cap*std::tanh(own[c]/logits.cap) : own[c];
+                query_logits[c] *= logits.scale;
+                query_logits[c]  = logits.cap > 0.0f ? logits.cap*std::tanh(query_logits[c]/logits.cap) : query_logits[c];
             }
-            const auto part = exponentials(own, n_copied, 1.0f, own);
-            sums[first + q] = part.most + std::log(part.sum);
+            const auto softmax = exponentials(query_logits, n_copied, 1.0f, query_logits);
+            sums[first + q] = softmax.most + std::log(softmax.sum);
         }
     }
 }
 
 std::vector<float> resident_cells::choose_layer(size_t layer, float cap) {
     const auto & l = layers[layer];
-    const auto & d = devices[homes[layer].device];
+    const auto & d = devices[locations[layer].i_device];
 
-    std::vector<float> res(n_asked, 0.0f);
+    std::vector<float> res(n_stored, 0.0f);
 
     std::vector<float> queries, sums, missed;
-    std::vector<int>   tokens; // index of each query's token in the step
+    std::vector<int>   i_token; // index of each query's token in the step
     for (int head = 0; head < l.n_head; ++head) {
         queries.clear();
-        tokens .clear();
+        i_token.clear();
         logit_params logits = { 0.0f, cap };
-        for (const auto & a : askers) {
+        for (const auto & a : attn_layers) {
             if (a.i != layer) {
                 continue;
             }
             logits.scale = a.scale;
-            const int    n  = a.n_head/l.n_head*a.n_embd; // elements of the queries of the head's group
-            const size_t at = ((const char *) a.t->data - (const char *) d.queries->data)/sizeof(float);
-            for (int t = 0; t < n_asked; ++t) {
-                const float * from = data_of<float>(d.query_data) + (size_t) t*d.n_number + at + head*n;
-                queries.insert(queries.end(), from, from + n);
-                tokens .insert(tokens .end(), n/l.n_embd_k, t);
+            const int    n      = a.n_head/l.n_head*a.n_embd; // elements of the queries of the head's group
+            const size_t offset = ((const char *) a.t->data - (const char *) d.queries->data)/sizeof(float);
+            for (int t = 0; t < n_stored; ++t) {
+                const float * query = data_of<float>(d.query_data) + (size_t) t*d.n_embd_all + offset + head*n;
+                queries.insert(queries.end(), query, query + n);
+                i_token.insert(i_token.end(), n/l.n_embd_k, t);
             }
         }
         const int n = queries.size()/l.n_embd_k;
         sums  .resize(n);
         missed.resize(n);
         sum_live(layer, head, queries.data(), n, logits, sums.data());
-        chosen.choose(layer, head, queries.data(), n, logits, sums.data(), missed.data());
+        selection.choose(layer, head, queries.data(), n, logits, sums.data(), missed.data());
         for (int i = 0; i < n; ++i) {
-            res[tokens[i]] += missed[i];
+            res[i_token[i]] += missed[i];
         }
     }
     return res;
@@ -391,25 +392,25 @@ std::vector<float> resident_cells::choose_layer(size_t layer, float cap) {
 float resident_cells::choose(int n_live, float cap) {
     copy_live(n_live);
     for (auto & d : devices) {
-        ggml_backend_tensor_get(d.queries, data_of<float>(d.query_data), 0, n_asked*d.queries->nb[1]);
+        ggml_backend_tensor_get(d.queries, data_of<float>(d.query_data), 0, n_stored*d.queries->nb[1]);
     }
 
     std::vector<std::vector<float>> missed(layers.size()); // [layer][token]
-    share(layers.size(), [&](int i) { missed[i] = choose_layer(i, cap); });
+    parallel_for(layers.size(), [&](int i) { missed[i] = choose_layer(i, cap); });
 
     int n_head = 0;
-    for (const auto & a : askers) {
+    for (const auto & a : attn_layers) {
         n_head += a.n_head;
     }
     float res = 0.0f;
-    for (int t = 0; t < n_asked; ++t) {
+    for (int t = 0; t < n_stored; ++t) {
         float sum = 0.0f;
         for (const auto & layer : missed) {
             sum += layer[t];
         }
         res = std::max(res, sum/n_head);
     }
-    n_asked = 0;
+    n_stored = 0;
     return res;
 }
 

@@ -22,8 +22,8 @@ namespace kvtool {
 
 class resident_cells {
 public:
-    // asker::t is a view of `device::queries`: the elements of this layer
-    using asker = stored_queries::asker;
+    // attn_layer::t is a view of `device::queries`: the elements of this layer
+    using attn_layer = stored_queries::attn_layer;
 
     // reason why these layers cannot have residents; empty if they can
     static std::string unsupported(const std::vector<layer> & layers, bool v_trans, bool has_flash);
@@ -32,7 +32,8 @@ public:
     // before the residents' cells, and steps with residents do not see them. n_thread: number of threads that choose
     // residents. Throws out_of_space if a device lacks memory
     resident_cells(
-            const archive & tokens, const std::vector<layer> & layers, std::vector<asker> askers, const resident_sizes & n, int n_query, int n_filled, int n_thread);
+            const archive & tokens, const std::vector<layer> & layers, std::vector<attn_layer> attn_layers, const resident_sizes & n, int n_query,
+            int n_filled, int n_thread);
 
     // number of cells at the end of each row: the residents' cells, and at least one more cell, which no query sees
     static int region(const resident_sizes & n);
@@ -45,7 +46,7 @@ public:
     // Bring the cells and masks of the residents up to date. rot: position that the next query is rotated to. The
     // devices must not be computing when this is called. Copies may still run when it returns; later steps of lctx are
     // computed after these copies. Returns false if a device failed
-    bool place(llama_context & lctx, int64_t rot);
+    bool update(llama_context & lctx, int64_t rot);
 
     // Choose the residents of the next step with the queries of the last step: see residents::choose. Returns the
     // result of llama_kvtool_missed. n_live: number of live cells; cap: soft cap of logits
@@ -56,24 +57,24 @@ public:
 
     // mask: the mask on the layer's device, F16 [n_filled + n_region, 1, 1, rows on the device]. first_row: index of
     // the layer's first row in this mask
-    ggml_tensor * mask(size_t layer) const { return devices[homes[layer].device].mask; }
-    int           first_row(size_t layer) const { return homes[layer].row; }
+    ggml_tensor * mask(size_t layer) const { return devices[locations[layer].i_device].mask; }
+    int           first_row(size_t layer) const { return locations[layer].row_0; }
 
-    residents chosen;
+    residents selection;
 
     const int n_query;
     const int n_region;
 
-    int  n_asked = 0;    // Number of stored queries that `choose` has not used yet.
-    bool is_fit  = true; // True if the cells can represent the archive.
+    int  n_stored = 0;    // Number of stored queries that `choose` has not used yet.
+    bool is_fit   = true; // True if the cells can represent the archive.
 
 private:
     struct device {
         ggml_backend_buffer_type_t buft;
 
         std::vector<size_t> layers;
-        int n_row  = 0;
-        int n_number = 0; // elements of a token's queries in all layers on the device
+        int n_row      = 0;
+        int n_embd_all = 0; // elements of a token's queries in all layers on the device
 
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
@@ -96,35 +97,35 @@ private:
         ggml_fp16_t * masks_of(int row) const;
     };
 
-    // Cells of a layer in `upload`. at, k and v are byte offsets: at `at` begin the indices cell*n_head + head (I64),
+    // Cells of a layer in `upload`. idx, k and v are byte offsets: at `idx` begin the indices cell*n_head + head (I64),
     // at `k` the keys, at `v` the values
     struct part {
         size_t  layer;
-        int64_t first; // index of the first cell in `changed`
+        int64_t first; // index of the first cell in `changed_cells`
         int64_t n;
-        size_t  at;
+        size_t  idx;
         size_t  k;
         size_t  v;
     };
 
-    struct home {
-        size_t device;
-        int    row;
+    struct location {
+        size_t i_device;
+        int    row_0; // index of the layer's first row in the device's mask
     };
 
     const std::vector<layer> & layers;
-    std::vector<asker>         askers;
+    std::vector<attn_layer>    attn_layers;
 
     const int n_filled;
 
     // for each layer: keys of the first n_copied live cells in the cache's format, [cell][head]
-    std::vector<std::vector<uint8_t>> live;
+    std::vector<std::vector<uint8_t>> live_keys;
     int n_copied = 0;
 
-    std::vector<device> devices;
-    std::vector<home>   homes; // [layer]
+    std::vector<device>   devices;
+    std::vector<location> locations; // [layer]
 
-    std::vector<residents::cells> changed; // [layer]; a member because it takes long to allocate
+    std::vector<residents::cells> changed_cells; // [layer]; a member because it takes long to allocate
 
     workers threads;
 
@@ -141,7 +142,7 @@ private:
     std::vector<float> choose_layer(size_t layer, float cap);
 
     // call f(i) for 0 <= i < n, distributed over all threads; throws if a thread failed
-    void share(int n, const std::function<void (int)> & f);
+    void parallel_for(int n, const std::function<void (int)> & f);
 };
 
 } // namespace kvtool

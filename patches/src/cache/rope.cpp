@@ -19,7 +19,7 @@ bool rope::has_pair(int i) const {
 
 // walk through a graph, from a layer's keys back to the operation that rotates them
 struct rope_walk {
-    const ggml_tensor * found = nullptr;
+    const ggml_tensor * rope_op = nullptr;
 
     int first = 0; // index of a key's first rotated element
 
@@ -35,10 +35,10 @@ struct rope_walk {
 
     // a product with a model's weights; it is allowed after the rotation
     void visit_scaled(const ggml_tensor * t, ggml_tensor * weights, int offset) {
-        const auto * before = found;
+        const auto * prev_op = rope_op;
         visit(t, offset);
 
-        if (found == before || weights->ne[0] == 1) {
+        if (rope_op == prev_op || weights->ne[0] == 1) {
             return;
         }
         if (scale || first > 0 || ggml_nelements(weights) != weights->ne[0] || weights->type != GGML_TYPE_F32) {
@@ -49,10 +49,10 @@ struct rope_walk {
 
     // An operation that is allowed before the rotation of the keys. If it comes after the rotation, the walk fails
     void visit_plain(const ggml_tensor * t, int offset, const char * what) {
-        const auto * before = found;
+        const auto * prev_op = rope_op;
         visit(t, offset);
 
-        if (found != before) {
+        if (rope_op != prev_op) {
             why = std::string(what) + " comes behind their rotation";
         }
     }
@@ -61,10 +61,10 @@ struct rope_walk {
     void visit(const ggml_tensor * t, int offset) {
         switch (t->op) {
             case GGML_OP_ROPE:
-                if (found && found != t) {
+                if (rope_op && rope_op != t) {
                     why = "they are rotated twice";
                 }
-                found = t;
+                rope_op = t;
                 first = offset;
                 return;
             case GGML_OP_CONCAT:
@@ -143,7 +143,7 @@ std::string rope::read(const ggml_tensor * keys) {
     is_known  = true;
     is_mapped = walk.is_mapped;
 
-    const ggml_tensor * t = walk.found;
+    const ggml_tensor * t = walk.rope_op;
     if (!t) {
         return {};
     }
@@ -185,9 +185,9 @@ ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * 
     const float attn_factor = ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
 
     if (is_multi()) {
-        int copy[GGML_MROPE_SECTIONS];
-        memcpy(copy, sections, sizeof(copy));
-        x = ggml_rope_multi(ctx, x, delta, factors, n_dims, copy, mode, n_ctx_orig, freq_base, freq_scale,
+        int sections_arg[GGML_MROPE_SECTIONS];
+        memcpy(sections_arg, sections, sizeof(sections_arg));
+        x = ggml_rope_multi(ctx, x, delta, factors, n_dims, sections_arg, mode, n_ctx_orig, freq_base, freq_scale,
                 ext_factor, attn_factor, beta_fast, beta_slow);
     } else {
         x = ggml_rope_ext(ctx, x, delta, factors, n_dims, mode, n_ctx_orig, freq_base, freq_scale,

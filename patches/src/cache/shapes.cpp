@@ -23,7 +23,7 @@ layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_tran
     layer_shape res;
 
     if (with_k) {
-        res.n_moves = e.moves.size();
+        res.n_moves   = e.moves.size();
         res.n_rotated = e.rotated.size();
     }
     if (with_v) {
@@ -62,10 +62,10 @@ int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
 
 static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_rotated, &layer_shape::n_moved };
 
-// True if a list of n entries fits into a list of length `room`. The rest of the longer list is filled with copies of
-// the last entry. An empty list has no entry that could be copied, so it fits only if `room` is 0
-static bool holds(int64_t room, int64_t n) {
-    return n == 0 ? room == 0 : n <= room;
+// True if a list of n entries fits into a list of length `capacity`. The rest of the longer list is filled with copies
+// of the last entry. An empty list has no entry that could be copied, so it fits only if `capacity` is 0
+static bool holds(int64_t capacity, int64_t n) {
+    return n == 0 ? capacity == 0 : n <= capacity;
 }
 
 // Return the number of merges with terms on this level after the list of merges is filled up to n_all entries. The list
@@ -75,20 +75,20 @@ static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
     return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
 }
 
-bool holds(const layer_shape & room, const layer_shape & s) {
-    bool res = holds(room.n_merged[0], s.n_merged[0]);
+bool holds(const layer_shape & capacity, const layer_shape & s) {
+    bool res = holds(capacity.n_merged[0], s.n_merged[0]);
     for (const auto n : list_lengths) {
-        res = res && holds(room.*n, s.*n);
+        res = res && holds(capacity.*n, s.*n);
     }
     for (int i = 1; i < n_level; ++i) {
-        res = res && merged_on(s, i, room.n_merged[0]) <= room.n_merged[i];
+        res = res && merged_on(s, i, capacity.n_merged[0]) <= capacity.n_merged[i];
     }
     return res;
 }
 
 // Round n up to 4, 8, 16, ... n: number of merges with terms on a level above 0. Only few merges are so long, but their
 // number varies from edit to edit. Rounding up lets more edits use the same graph
-static int64_t room_for_merges(int64_t n) {
+static int64_t merge_capacity(int64_t n) {
     int64_t res = n > 0 ? 4 : 0;
     while (res < n) {
         res *= 2;
@@ -96,13 +96,13 @@ static int64_t room_for_merges(int64_t n) {
     return res;
 }
 
-std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before) {
+std::vector<layer_shape> capacities(std::vector<layer_shape> shapes, const std::vector<layer_shape> * old_shapes) {
     std::array<int64_t, n_level> n_merged = {};
 
     for (size_t i = 0; i < shapes.size(); ++i) {
         auto & s = shapes[i];
 
-        const layer_shape old = before ? (*before)[i] : layer_shape();
+        const layer_shape old = old_shapes ? (*old_shapes)[i] : layer_shape();
 
         for (const auto n : list_lengths) {
             s.*n = s.*n == 0 ? 0 : std::max(rounded_up(s.*n), old.*n);
@@ -120,7 +120,7 @@ std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vecto
     // give all layers the same room, because in the next edit the long merges may be in another layer
     for (auto & s : shapes) {
         for (int j = 1; j < n_level; ++j) {
-            s.n_merged[j] = std::min(s.n_merged[0], room_for_merges(n_merged[j]));
+            s.n_merged[j] = std::min(s.n_merged[0], merge_capacity(n_merged[j]));
         }
     }
 

@@ -1,4 +1,4 @@
-// Lengths of the lists in an edit's graph. A kept graph can be used for every edit whose lists fit into the graph's
+// Lengths of the lists in an edit's graph. A cached graph can be used for every edit whose lists fit into the graph's
 // lists.
 
 #pragma once
@@ -44,13 +44,13 @@ struct layer_shape {
 
 layer_shape shape_of(const layer_edit & edit, bool with_k, bool with_v, bool v_trans);
 
-// true if an edit of this shape fits into lists with the lengths of `room`; longer lists are filled up by repeating the
-// edit's last entries
-bool holds(const layer_shape & room, const layer_shape & shape);
+// true if an edit of this shape fits into lists with the lengths of `capacity`; longer lists are filled up by repeating
+// the edit's last entries
+bool holds(const layer_shape & capacity, const layer_shape & shape);
 
-// Return lengths for the lists of a new graph. before: lengths in the previous graph, or null. No list becomes shorter
-// than in the previous graph
-std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before);
+// Return lengths for the lists of a new graph. old_shapes: lengths in the previous graph, or null. No list becomes
+// shorter than in the previous graph
+std::vector<layer_shape> capacities(std::vector<layer_shape> shapes, const std::vector<layer_shape> * old_shapes);
 
 // bytes of the lists that an edit of this layer sends to the device
 int64_t list_bytes(const layer & l, const layer_shape & shape, bool v_trans);

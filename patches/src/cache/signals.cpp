@@ -22,7 +22,7 @@ void signals::device_sums::clear() const {
 
 void signals::resize() {
     for (int s = 0; s < n_signal; ++s) {
-        staging[s].resize(layers.size());
+        pending[s].resize(layers.size());
         if (has(s)) {
             sums[s].resize(layers.back().row_0 + layers.back().n_head);
             for (const auto & l : layers) {
@@ -33,11 +33,11 @@ void signals::resize() {
         }
     }
 
-    places.assign(layers.size(), {});
+    locations.assign(layers.size(), {});
     devices.clear();
     if (!make_device_sums()) {
         // if a device lacks memory for the sums, the host adds up all signals
-        places.assign(layers.size(), {});
+        locations.assign(layers.size(), {});
         devices.clear();
     }
 }
@@ -61,7 +61,7 @@ bool signals::make_device_sums() {
             it = devices.emplace(it);
             it->buft = buft;
         }
-        places[i] = { (int) (it - devices.begin()), it->n };
+        locations[i] = { (int) (it - devices.begin()), it->n };
         it->n += (size_t) l.n_head*l.n_cell;
     }
 
@@ -85,17 +85,17 @@ bool signals::make_device_sums() {
 }
 
 ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const {
-    const auto & l     = layers[i];
-    const auto & place = places[i];
+    const auto & l   = layers[i];
+    const auto & loc = locations[i];
 
-    if (place.device < 0) {
+    if (loc.i_device < 0) {
         return nullptr;
     }
     GGML_ASSERT(t->ne[0] <= l.n_cell);
 
     const size_t stride = l.n_cell*sizeof(float);
 
-    ggml_tensor * sum = ggml_view_3d(ctx, devices[place.device].t[s], t->ne[0], 1, l.n_head, stride, stride, place.first*sizeof(float));
+    ggml_tensor * sum = ggml_view_3d(ctx, devices[loc.i_device].t[s], t->ne[0], 1, l.n_head, stride, stride, loc.offset*sizeof(float));
 
     switch (1u << s) {
         case LLAMA_KVTOOL_SIGNAL_LAST:
@@ -104,8 +104,8 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
             // The sum says which query the cell was last important to: 0 is the batch's last query, -1 is the query
             // before it, and so on. Queries are counted from the end of the batch, so the graph is the same for every
             // batch
-            ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
-            return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, before, t), 1.0f, -n_tokens), sum);
+            ggml_tensor * prev = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
+            return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, prev, t), 1.0f, -n_tokens), sum);
         }
         case LLAMA_KVTOOL_SIGNAL_HIGHEST:
             return ggml_cpy(ctx, max_of(ctx, sum, t), sum);
@@ -117,14 +117,14 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
 void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
     fold(lctx);
 
-    bool staged = false;
+    bool has_pending = false;
 
     for (const auto & probe : graph.probes) {
         for (int s = 0; s < n_signal; ++s) {
             if (ggml_tensor * t = probe.t[s]) {
-                auto & dst = staging[s][probe.i];
+                auto & dst = pending[s][probe.i];
                 dst.resize(ggml_nelements(t));
-                staged = true;
+                has_pending = true;
 
                 ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lctx.get_sched(), t);
                 ggml_backend_tensor_get_async(backend, t, dst.data(), 0, ggml_nbytes(t));
@@ -133,7 +133,7 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
     }
 
     // if the graph has no signals for the host, nothing is copied
-    n_query_staged = staged ? n_tokens : 0;
+    n_query_pending = has_pending ? n_tokens : 0;
 
     if (!graph.probes.empty() && !devices.empty()) {
         n_query_device += n_tokens;
@@ -142,7 +142,7 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
 
 // wait for the copies of the last batch's signals, and add these signals to the host's sums
 void signals::fold(llama_context & lctx) {
-    if (n_query_staged == 0) {
+    if (n_query_pending == 0) {
         return;
     }
 
@@ -152,22 +152,22 @@ void signals::fold(llama_context & lctx) {
         for (size_t i = 0; has(s) && i < layers.size(); ++i) {
             const auto & l = layers[i];
 
-            if (places[i].device >= 0) {
+            if (locations[i].i_device >= 0) {
                 continue;
             }
 
-            const size_t n_kv = staging[s][i].size()/l.n_head;
+            const size_t n_kv = pending[s][i].size()/l.n_head;
 
             for (int head = 0; head < l.n_head; ++head) {
-                add(s, l.row_0 + head, staging[s][i].data() + head*n_kv, std::min<size_t>(n_kv, l.n_cell), n_query_staged);
+                add(s, l.row_0 + head, pending[s][i].data() + head*n_kv, std::min<size_t>(n_kv, l.n_cell), n_query_pending);
             }
         }
     }
 
-    n_query_staged = 0;
+    n_query_pending = 0;
 }
 
-void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_own) const {
+void signals::fold(int s, const float * src, float * dst, size_t n, int n_query) const {
     const uint32_t signal = 1u << s;
 
     if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
@@ -175,11 +175,11 @@ void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_
     } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
         // src: number of the last query that the cell was important to. The first query of the batch has number 1; src
         // is 0 if there is no such query. The loop has no branches, because they would double its time
-        const float n_query = n_query_own;
+        const float n_batch = n_query;
         for (size_t i = 0; i < n; ++i) {
             const float is_hit  = src[i] > 0.0f;
             const float was_hit = dst[i] > 0.0f;
-            dst[i] = is_hit*(n_query + 1) - src[i] + (1 - is_hit)*(dst[i] + was_hit*n_query);
+            dst[i] = is_hit*(n_batch + 1) - src[i] + (1 - is_hit)*(dst[i] + was_hit*n_batch);
         }
     } else if (signal == LLAMA_KVTOOL_SIGNAL_HIGHEST) {
         for (size_t i = 0; i < n; ++i) {
@@ -213,8 +213,8 @@ void signals::collect(llama_context & lctx) {
 
             for (size_t i = 0; i < layers.size(); ++i) {
                 const auto & l = layers[i];
-                for (int head = 0; head < l.n_head && places[i].device == (int) d; ++head) {
-                    collect(s, tmp.data() + places[i].first + (size_t) head*l.n_cell, sums[s][l.row_0 + head]);
+                for (int head = 0; head < l.n_head && locations[i].i_device == (int) d; ++head) {
+                    collect(s, tmp.data() + locations[i].offset + (size_t) head*l.n_cell, sums[s][l.row_0 + head]);
                 }
             }
         }
@@ -232,8 +232,8 @@ void signals::collect(int s, const float * src, std::vector<float> & dst) const 
         } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
             // src says which query the cell was last important to: 0 is the last query, -1 is the query before it, and
             // so on
-            const float before = dst[i] > 0.0f ? dst[i] + n_query_device : 0.0f;
-            dst[i] = src[i] + n_query_device > 0.0f ? 1 - src[i] : before;
+            const float prev = dst[i] > 0.0f ? dst[i] + n_query_device : 0.0f;
+            dst[i] = src[i] + n_query_device > 0.0f ? 1 - src[i] : prev;
         } else if (signal == LLAMA_KVTOOL_SIGNAL_HIGHEST) {
             dst[i] = src[i] <= dst[i] ? dst[i] : src[i];
         } else {
@@ -252,9 +252,9 @@ void signals::clear_devices() {
 }
 
 void signals::clear(llama_context & lctx) {
-    if (n_query_staged > 0 || n_query_device > 0) {
+    if (n_query_pending > 0 || n_query_device > 0) {
         lctx.synchronize();
-        n_query_staged = 0;
+        n_query_pending = 0;
     }
     clear_devices();
     for (auto & rows : sums) {

@@ -37,8 +37,8 @@ public:
 
     // Add signal s [n] of n_query queries to a row's sum. These queries must be newer than all queries that were added
     // before. Call `collect` first
-    void add(int s, int row, const float * from, size_t n, int n_query) {
-        fold(s, from, sums[s][row].data(), n, n_query);
+    void add(int s, int row, const float * src, size_t n, int n_query) {
+        fold(s, src, sums[s][row].data(), n, n_query);
     }
 
     // copy all sums to the host, so that values() is complete
@@ -66,9 +66,9 @@ private:
     };
 
     // location of a layer's sums
-    struct place {
-        int    device = -1; // Index in `devices`. -1 if the sums are on the host.
-        size_t first  = 0;  // Index in the device's sums where the layer's sums [n_head][n_cell] begin.
+    struct location {
+        int    i_device = -1; // Index in `devices`. -1 if the sums are on the host.
+        size_t offset   = 0;  // Index in the device's sums where the layer's sums [n_head][n_cell] begin.
     };
 
     const std::vector<layer>  & layers;
@@ -77,12 +77,12 @@ private:
     std::vector<std::vector<float>> sums[n_signal];
 
     // copies of the last batch's signals on their way to the host: [n_layer][n_head*n_kv]
-    std::vector<std::vector<float>> staging[n_signal];
+    std::vector<std::vector<float>> pending[n_signal];
 
-    int n_query_staged = 0; // number of queries of these copies; 0 if no copies are on their way
+    int n_query_pending = 0; // number of queries of these copies; 0 if no copies are on their way
 
     std::vector<device_sums> devices;
-    std::vector<place>       places; // one per layer
+    std::vector<location>    locations; // one per layer
 
     int n_query_device = 0; // queries since the devices' sums were cleared
 

@@ -13,24 +13,24 @@ namespace kvtool {
 int32_t read_value_norms(llama_kvtool & kvtool, llama_context & lctx, float * out, int32_t n_cell) {
     const auto & layers = kvtool.layers;
 
-    const auto n_own = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
+    const auto n_read = [&](const layer & l) { return std::min<int64_t>(n_cell, l.n_cell); };
 
     std::fill_n(out, (size_t) kvtool.n_row*n_cell, 0.0f);
     for (const auto & l : layers) {
         for (int row = l.row_0; !l.v && row < l.row_0 + l.n_head; ++row) {
             // With MLA, a value is a part of its key that is normalized and then multiplied by weights. All values have
             // about the same norm, so 1 is given for each of them
-            std::fill_n(out + (size_t) row*n_cell, n_own(l), 1.0f);
+            std::fill_n(out + (size_t) row*n_cell, n_read(l), 1.0f);
         }
     }
 
     input in_idx { GGML_TYPE_I32, {}, nullptr };
     if (!kvtool.v_trans) {
-        int64_t most = 0;
+        int64_t n_idx = 0;
         for (const auto & l : layers) {
-            most = std::max(most, n_own(l)*l.n_head);
+            n_idx = std::max(n_idx, n_read(l)*l.n_head);
         }
-        for (int64_t c = 0; c < most; ++c) {
+        for (int64_t c = 0; c < n_idx; ++c) {
             in_idx.push<int32_t>(c);
         }
     }
@@ -41,12 +41,12 @@ int32_t read_value_norms(llama_kvtool & kvtool, llama_context & lctx, float * ou
         if (!l.v) {
             return nullptr;
         }
-        const int64_t n = n_own(l);
+        const int64_t n = n_read(l);
 
         ggml_tensor * x;
         if (kvtool.v_trans) {
-            const size_t row = ggml_row_size(l.v->type, l.n_cell);
-            x = ggml_view_3d(ctx, l.v, n, l.n_embd_v, l.n_head, row, row*l.n_embd_v, 0);
+            const size_t row_size = ggml_row_size(l.v->type, l.n_cell);
+            x = ggml_view_3d(ctx, l.v, n, l.n_embd_v, l.n_head, row_size, row_size*l.n_embd_v, 0);
             x = sum_middle(ctx, ggml_sqr(ctx, ggml_cast(ctx, x, GGML_TYPE_F32)));
         } else {
             x = ggml_reshape_2d(ctx, l.v, l.n_embd_v, l.n_head*l.v->ne[1]);
@@ -58,14 +58,14 @@ int32_t read_value_norms(llama_kvtool & kvtool, llama_context & lctx, float * ou
         return x;
     };
 
-    const auto read = [&](size_t i, const float * from) {
+    const auto read = [&](size_t i, const float * norms) {
         const auto & l = layers[i];
 
-        const int64_t n = n_own(l);
+        const int64_t n = n_read(l);
 
         for (int head = 0; head < l.n_head; ++head) {
             for (int64_t c = 0; c < n; ++c) {
-                out[(size_t) (l.row_0 + head)*n_cell + c] = from[kvtool.v_trans ? head*n + c : c*l.n_head + head];
+                out[(size_t) (l.row_0 + head)*n_cell + c] = norms[kvtool.v_trans ? head*n + c : c*l.n_head + head];
             }
         }
     };

@@ -45,9 +45,9 @@ static llama_kvtool * with_settled_archive(llama_context * ctx) {
 
 // True if the archives of all layers have the same tokens. Otherwise, set the error and return false
 static bool same_tokens(const llama_kvtool & kvtool) {
-    const auto & all = kvtool.archive->tokens;
-    for (size_t i = 1; i < all.n_layer(); ++i) {
-        if (all[i].begin() != all[0].begin() || all[i].end() != all[0].end()) {
+    const auto & tokens = kvtool.archive->tokens;
+    for (size_t i = 1; i < tokens.n_layer(); ++i) {
+        if (tokens[i].begin() != tokens[0].begin() || tokens[i].end() != tokens[0].end()) {
             fail("the archives of the layers have different tokens");
             return false;
         }
@@ -82,14 +82,14 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
     if (!kvtool) {
         return -1;
     }
-    const auto & all = kvtool->archive->tokens;
+    const auto & tokens = kvtool->archive->tokens;
 
-    const int32_t n = kvtool->layers[0].n_cell - kvtool->params.n_recall;
-    if (n_cell < 0 || (n_cell > 0 && !cells) || std::any_of(cells, cells + n_cell, [&](int32_t c) { return c < 0 || c >= n; })) {
-        return fail(format("cells must not be null, and all in 0..%d", n - 1));
+    const int32_t n_usable = kvtool->layers[0].n_cell - kvtool->params.n_recall;
+    if (n_cell < 0 || (n_cell > 0 && !cells) || std::any_of(cells, cells + n_cell, [&](int32_t c) { return c < 0 || c >= n_usable; })) {
+        return fail(format("cells must not be null, and all in 0..%d", n_usable - 1));
     }
-    if (all.size() > 0 && pos_0 != all.end()) {
-        return fail(format("pos_0 must be %lld, which comes next, got %lld", (long long) all.end(), (long long) pos_0));
+    if (tokens.size() > 0 && pos_0 != tokens.end()) {
+        return fail(format("pos_0 must be %lld, which comes next, got %lld", (long long) tokens.end(), (long long) pos_0));
     }
     if (pos_0 < 0 || pos_0 > archive::most - n_cell) {
         return fail(format("pos_0 must be in 0..%lld, got %lld", (long long) archive::most - n_cell, (long long) pos_0));
@@ -103,13 +103,13 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
         }
         ctx->synchronize();
 
-        const bool first = all.size() == 0;
-        const leaving some = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
+        const bool is_first = tokens.size() == 0;
+        const leaving leaving_cells = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
         const auto gathering = [&](const int32_t * cells, int32_t n, const auto & f) {
             return gather(kvtool->graphs, *ctx, kvtool->layers, cells, n, f);
         };
-        kvtool->archive->push(gathering, some, n_thread(ctx), kvtool->staging.get());
-        if (first) {
+        kvtool->archive->push(gathering, leaving_cells, n_thread(ctx), kvtool->staging.get());
+        if (is_first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
         return 0;
@@ -202,15 +202,15 @@ int32_t llama_kvtool_rewind(llama_context * ctx, int32_t cell, int32_t n_cell, i
     if (!kvtool) {
         return -1;
     }
-    auto & all = kvtool->archive->tokens;
+    auto & tokens = kvtool->archive->tokens;
 
-    const int32_t n = kvtool->layers[0].n_cell - kvtool->params.n_recall;
-    if (cell < 0 || n_cell < 0 || cell > n - n_cell) {
-        return fail(format("cell and n_cell must be in 0..%d together, got %d and %d", n, cell, n_cell));
+    const int32_t n_usable = kvtool->layers[0].n_cell - kvtool->params.n_recall;
+    if (cell < 0 || n_cell < 0 || cell > n_usable - n_cell) {
+        return fail(format("cell and n_cell must be in 0..%d together, got %d and %d", n_usable, cell, n_cell));
     }
-    if (end < all.begin() + n_cell || end > all.end()) {
+    if (end < tokens.begin() + n_cell || end > tokens.end()) {
         return fail(format("end must be in %lld..%lld, got %lld",
-                (long long) all.begin() + n_cell, (long long) all.end(), (long long) end));
+                (long long) tokens.begin() + n_cell, (long long) tokens.end(), (long long) end));
     }
     if (base < 0 || base >= archive::most || next < 0 || next >= archive::most) {
         return fail(format("base and next must be in 0..%lld, got %lld and %lld",
@@ -223,7 +223,7 @@ int32_t llama_kvtool_rewind(llama_context * ctx, int32_t cell, int32_t n_cell, i
         ctx->synchronize();
         kvtool->drop_residents();
         kvtool->archive->rewind(kvtool->layers, cell, n_cell, end, base, next);
-        if (all.size() == 0) {
+        if (tokens.size() == 0) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
         kvtool->fill_recalled(*ctx);
@@ -287,14 +287,14 @@ int32_t llama_kvtool_get_archive_table(llama_context * ctx, int64_t * table, int
     if (!kvtool) {
         return -1;
     }
-    const auto own = kvtool->archive->tokens.table();
+    const auto values = kvtool->archive->tokens.table();
     if (table) {
-        if (n != (int32_t) own.size()) {
-            return fail(format("n must be %d, got %d", (int) own.size(), n));
+        if (n != (int32_t) values.size()) {
+            return fail(format("n must be %d, got %d", (int) values.size(), n));
         }
-        std::copy(own.begin(), own.end(), table);
+        std::copy(values.begin(), values.end(), table);
     }
-    return own.size();
+    return values.size();
 }
 
 int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * table, int32_t n) {
@@ -359,8 +359,8 @@ int64_t llama_kvtool_clusters(llama_context * ctx, int64_t * span) {
     }
     const auto & tokens = kvtool->archive->tokens;
     if (span) {
-        const auto own = tokens.clustered();
-        std::copy(own.begin(), own.end(), span);
+        const auto blocks = tokens.clustered();
+        std::copy(blocks.begin(), blocks.end(), span);
     }
     return tokens.cluster_bytes();
 }

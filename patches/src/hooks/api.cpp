@@ -29,8 +29,8 @@ const char * llama_kvtool_digest(void) {
 }
 
 const char * llama_kvtool_arch(int32_t i) {
-    const auto all = llm_arch_all();
-    return i >= 0 && i < (int32_t) all.size() ? llm_arch_name(all[i]) : nullptr;
+    const auto archs = llm_arch_all();
+    return i >= 0 && i < (int32_t) archs.size() ? llm_arch_name(archs[i]) : nullptr;
 }
 
 int32_t llama_kvtool_layers(const llama_model * model, llama_kvtool_layer * out, int32_t n) {
@@ -38,15 +38,15 @@ int32_t llama_kvtool_layers(const llama_model * model, llama_kvtool_layer * out,
         return fail("model must not be null, nor out where n is more than 0");
     }
     return guarded([&]() -> int32_t {
-        const auto own = memory::smallest(*model);
+        const auto mem = memory::smallest(*model);
 
-        const auto why = memory::unsupported(*model, own.get());
+        const auto why = memory::unsupported(*model, mem.get());
         if (!why.empty()) {
             return fail(why);
         }
-        const auto all = memory::describe(*model, own.get());
-        std::copy_n(all.begin(), std::min<size_t>(std::max(n, 0), all.size()), out);
-        return all.size();
+        const auto layers = memory::describe(*model, mem.get());
+        std::copy_n(layers.begin(), std::min<size_t>(std::max(n, 0), layers.size()), out);
+        return layers.size();
     });
 }
 
@@ -128,11 +128,11 @@ int32_t llama_kvtool_resize(llama_context * ctx, const int32_t * n_cell, int32_t
         return fail(format("n_cell must not be null and n_layer must be %d, got %d", (int) kvtool->layers.size(), n_layer));
     }
     return guarded([&] {
-        std::vector<int32_t> all(n_cell, n_cell + n_layer);
-        for (int32_t & n : all) {
+        std::vector<int32_t> n_cells(n_cell, n_cell + n_layer);
+        for (int32_t & n : n_cells) {
             n += kvtool->n_resident;
         }
-        return kvtool->resize(*ctx, all.data());
+        return kvtool->resize(*ctx, n_cells.data());
     });
 }
 
@@ -364,7 +364,7 @@ static int64_t copy_queries(llama_context * ctx, float * out, const float * in, 
             ctx->synchronize();
             kvtool->queries.copy(out, in, pos);
         }
-        return kvtool->queries.n_number();
+        return kvtool->queries.n_embd_all();
     });
 }
 
@@ -396,7 +396,7 @@ int32_t llama_kvtool_mark_drafts(llama_context * ctx, int32_t n) {
     if (n < 0 || n > kvtool->params.n_draft) {
         return fail(format("n must be in 0..%d, got %d", kvtool->params.n_draft, n));
     }
-    if (n > 0 && kvtool->params.signals != 0 && n >= kvtool->deferred.n_most) {
+    if (n > 0 && kvtool->params.signals != 0 && n >= kvtool->deferred.n_slot) {
         return fail("a context with signals and an archive takes no draft tokens");
     }
     kvtool->mark_drafts(n);
@@ -456,9 +456,9 @@ int32_t llama_kvtool_decode_joint(
     if (!kvtool) {
         return -1;
     }
-    if (!kvtool->joint || !members || !n_tokens || n_member < 1 || n_member > kvtool->joint->n_most || !batch.token || !batch.pos) {
+    if (!kvtool->joint || !members || !n_tokens || n_member < 1 || n_member > kvtool->joint->n_member_max || !batch.token || !batch.pos) {
         return fail(format("the context must be enabled for joint steps, no pointer null, and n_member in 1..%d, got %d",
-                kvtool->joint ? kvtool->joint->n_most : 0, n_member));
+                kvtool->joint ? kvtool->joint->n_member_max : 0, n_member));
     }
     for (int i = 0; i < n_member; ++i) {
         if (!llama_kvtool::get(members[i])) {

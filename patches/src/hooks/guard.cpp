@@ -103,12 +103,12 @@ static void guard_on() {
 #else
     // a handler needs a separate stack in case the stack has overflowed
     static char stack[1 << 16];
-    stack_t alt = {};
-    alt.ss_sp   = stack;
-    alt.ss_size = sizeof(stack);
-    stack_t was = {};
-    if (sigaltstack(nullptr, &was) == 0 && (was.ss_flags & SS_DISABLE)) {
-        sigaltstack(&alt, nullptr);
+    stack_t new_stack = {};
+    new_stack.ss_sp   = stack;
+    new_stack.ss_size = sizeof(stack);
+    stack_t old_stack = {};
+    if (sigaltstack(nullptr, &old_stack) == 0 && (old_stack.ss_flags & SS_DISABLE)) {
+        sigaltstack(&new_stack, nullptr);
     }
 
     struct sigaction action = {};

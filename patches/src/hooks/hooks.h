@@ -69,8 +69,8 @@ bool llama_kvtool_store(
         std::initializer_list<ggml_tensor *> unused = {});
 
 // If there is an archive, compute the attention of the queries q to it, and write the result to the layer's last cells.
-// The result is synthetic cells if llama_kvtool_params::n_synthetic is above 0, otherwise the archived tokens with the most
-// attention
+// The result is synthetic cells if llama_kvtool_params::n_synthetic is above 0, otherwise the archived tokens with the
+// most attention
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
@@ -123,9 +123,9 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// Prepare a step of n_tokens tokens: compute deferred signals, and fill cells from the archive. Returns false if the step
-// cannot be decoded: the context is unusable, or a row has too few free cells. llama.cpp cannot check for free cells,
-// because it knows neither the lengths of ragged rows nor which cells are reserved for recalled tokens
+// Prepare a step of n_tokens tokens: compute deferred signals, and fill cells from the archive. Returns false if the
+// step cannot be decoded: the context is unusable, or a row has too few free cells. llama.cpp cannot check for free
+// cells, because it knows neither the lengths of ragged rows nor which cells are reserved for recalled tokens
 bool llama_kvtool_prepare(llama_context & lctx, uint32_t n_tokens);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up

@@ -8,103 +8,106 @@
 
 bool llama_kvtool_input::can_reuse(const llm_graph_params & params) {
     const auto fits = [&](const rows & r) { return r.limit->ne[2] == (kvtool.is_even(kvtool.layers[r.i]) ? 1 : kvtool.layers[r.i].n_head); };
-    return is_resident == kvtool.resides(params.ubatch.n_tokens) && stage.n_archived == (kvtool.is_staging() ? kvtool.n_archived() : 0) && (kvtool.params.signals == 0 || is_deferred == kvtool.defers(params.ubatch.n_tokens)) && std::all_of(ragged.begin(), ragged.end(), fits);
+    return is_resident == kvtool.uses_residents(params.ubatch.n_tokens) &&
+        staged.n_archived == (kvtool.is_staging() ? kvtool.n_archived() : 0) &&
+        (kvtool.params.signals == 0 || is_deferred == kvtool.defers(params.ubatch.n_tokens)) &&
+        std::all_of(ragged.begin(), ragged.end(), fits);
 }
 
 void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
     const int64_t n_tokens = ubatch->n_tokens;
 
-    std::vector<float> f(n_tokens);
+    std::vector<float> values(n_tokens);
 
-    if (seen && seen->buffer) {
+    if (n_seen && n_seen->buffer) {
         for (int64_t t = 0; t < n_tokens; ++t) {
-            f[t] = kvtool.n_seen + t + 1;
+            values[t] = kvtool.n_seen + t + 1;
         }
-        ggml_backend_tensor_set(seen, f.data(), 0, ggml_nbytes(seen));
+        ggml_backend_tensor_set(n_seen, values.data(), 0, ggml_nbytes(n_seen));
     }
     if (scale && scale->buffer) {
         for (int64_t t = 0; t < n_tokens; ++t) {
-            f[t] = logf(kvtool.n_seen + t + 1)/logf(512.0f);
+            values[t] = logf(kvtool.n_seen + t + 1)/logf(512.0f);
         }
-        ggml_backend_tensor_set(scale, f.data(), 0, ggml_nbytes(scale));
+        ggml_backend_tensor_set(scale, values.data(), 0, ggml_nbytes(scale));
     }
 
     std::vector<int64_t> idx;
 
-    if (slots && slots->buffer) {
-        for (int64_t t = n_tokens - slots->ne[0]; t < n_tokens; ++t) {
+    if (recent_slots && recent_slots->buffer) {
+        for (int64_t t = n_tokens - recent_slots->ne[0]; t < n_tokens; ++t) {
             idx.push_back(kvtool.recent.slot(t));
         }
-        ggml_backend_tensor_set(slots, idx.data(), 0, ggml_nbytes(slots));
+        ggml_backend_tensor_set(recent_slots, idx.data(), 0, ggml_nbytes(recent_slots));
     }
 
-    if (asked && asked->buffer) {
+    if (query_slots && query_slots->buffer) {
         idx.clear();
-        for (int64_t t = n_tokens - asked->ne[0]; t < n_tokens; ++t) {
+        for (int64_t t = n_tokens - query_slots->ne[0]; t < n_tokens; ++t) {
             idx.push_back(kvtool.queries.slot(t));
         }
-        kvtool.queries.note(*ubatch, asked->ne[0]);
-        ggml_backend_tensor_set(asked, idx.data(), 0, ggml_nbytes(asked));
+        kvtool.queries.set_positions(*ubatch, query_slots->ne[0]);
+        ggml_backend_tensor_set(query_slots, idx.data(), 0, ggml_nbytes(query_slots));
     }
 
-    if (waiting && waiting->buffer) {
+    if (deferred_slots && deferred_slots->buffer) {
         idx.resize(n_tokens);
         std::iota(idx.begin(), idx.end(), kvtool.deferred.n);
-        ggml_backend_tensor_set(waiting, idx.data(), 0, ggml_nbytes(waiting));
+        ggml_backend_tensor_set(deferred_slots, idx.data(), 0, ggml_nbytes(deferred_slots));
     }
 
-    if (residing && residing->buffer) {
+    if (resident_slots && resident_slots->buffer) {
         idx.resize(n_tokens);
         std::iota(idx.begin(), idx.end(), 0);
-        ggml_backend_tensor_set(residing, idx.data(), 0, ggml_nbytes(residing));
+        ggml_backend_tensor_set(resident_slots, idx.data(), 0, ggml_nbytes(resident_slots));
     }
 
     if (rot && rot->buffer) {
         ggml_backend_tensor_set(rot, ubatch->pos, 0, ggml_nbytes(rot));
     }
 
-    for (const auto & d : biased) {
+    for (const auto & d : alibi_inputs) {
         const auto & l = kvtool.layers[d.i];
 
-        const int64_t n_kv = d.keys->ne[0];
+        const int64_t n_kv = d.key_pos->ne[0];
 
-        f.assign(n_kv*l.n_head, 0.0f);
+        values.assign(n_kv*l.n_head, 0.0f);
         for (int head = 0; head < l.n_head; ++head) {
-            const int n = kvtool.params.ragged ? kvtool.live[l.row_0 + head] : kvtool.n_own;
+            const int n = kvtool.params.ragged ? kvtool.n_live_row[l.row_0 + head] : kvtool.n_live;
             for (int64_t t = 0; t < n_tokens; ++t) {
                 kvtool.positions.put(d.i, head, n + t, ubatch->pos[t]);
             }
             for (int c = 0; c < n + n_tokens; ++c) {
-                f[head*n_kv + c] = kvtool.positions.get(d.i, head, c);
+                values[head*n_kv + c] = kvtool.positions.get(d.i, head, c);
             }
         }
-        ggml_backend_tensor_set(d.keys, f.data(), 0, ggml_nbytes(d.keys));
+        ggml_backend_tensor_set(d.key_pos, values.data(), 0, ggml_nbytes(d.key_pos));
     }
-    if (queries && queries->buffer) {
-        f.assign(ubatch->pos, ubatch->pos + n_tokens);
-        ggml_backend_tensor_set(queries, f.data(), 0, ggml_nbytes(queries));
+    if (query_pos && query_pos->buffer) {
+        values.assign(ubatch->pos, ubatch->pos + n_tokens);
+        ggml_backend_tensor_set(query_pos, values.data(), 0, ggml_nbytes(query_pos));
     }
 
-    if (stage.tail && stage.tail->buffer) {
-        stage.set_input(*kvtool.staging);
+    if (staged.tail && staged.tail->buffer) {
+        staged.set_input(*kvtool.staging);
     }
 
     for (const auto & m : synthetic_masks) {
         const int64_t n_synthetic = kvtool.params.n_synthetic;
-        const int64_t first  = kvtool.layers[0].n_cell - kvtool.params.n_recall;
-        const int64_t n_kv   = m.seen->ne[0];
+        const int64_t first = kvtool.layers[0].n_cell - kvtool.params.n_recall;
+        const int64_t n_kv  = m.visible->ne[0];
 
-        f.assign(ggml_nelements(m.seen), 0.0f);
-        for (int64_t t = 0; t < m.seen->ne[1]; ++t) {
+        values.assign(ggml_nelements(m.visible), 0.0f);
+        for (int64_t t = 0; t < m.visible->ne[1]; ++t) {
             for (int64_t c = first; c < n_kv; ++c) {
-                const bool own = (c - first)/n_synthetic == t && (c - first) % n_synthetic < m.n_gqa;
-                f[t*n_kv + c] = own ? 0.0f : -INFINITY;
+                const bool is_visible = (c - first)/n_synthetic == t && (c - first) % n_synthetic < m.n_gqa;
+                values[t*n_kv + c] = is_visible ? 0.0f : -INFINITY;
             }
         }
-        ggml_backend_tensor_set(m.seen, f.data(), 0, ggml_nbytes(m.seen));
+        ggml_backend_tensor_set(m.visible, values.data(), 0, ggml_nbytes(m.visible));
     }
 
-    for (const auto & m : filled) {
+    for (const auto & m : filled_cells) {
         if (m.idx->buffer) {
             idx.resize(m.idx->ne[0]);
             std::iota(idx.begin(), idx.end(), m.first);
@@ -115,7 +118,7 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
     for (const auto & r : ragged) {
         const auto & l = kvtool.layers[r.i];
 
-        const auto cell = [&](int64_t t, int head) { return kvtool.live[l.row_0 + head] + t; };
+        const auto cell = [&](int64_t t, int head) { return kvtool.n_live_row[l.row_0 + head] + t; };
 
         idx.clear();
         for (int64_t t = 0; t < n_tokens; ++t) {
@@ -139,13 +142,13 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
             ggml_backend_tensor_set(r.v_idx, idx.data(), 0, ggml_nbytes(r.v_idx));
         }
 
-        f.clear();
+        values.clear();
         for (int head = 0; head < r.limit->ne[2]; ++head) {
             for (int64_t t = 0; t < n_tokens; ++t) {
-                f.push_back(cell(t, head));
+                values.push_back(cell(t, head));
             }
         }
-        ggml_backend_tensor_set(r.limit, f.data(), 0, ggml_nbytes(r.limit));
+        ggml_backend_tensor_set(r.limit, values.data(), 0, ggml_nbytes(r.limit));
     }
 }
 
@@ -155,9 +158,9 @@ llama_kvtool_input & graph_input(const llm_graph_context & graph) {
     auto & input = graph.res->kvtool.input;
 
     if (!input) {
-        auto mine = std::make_unique<llama_kvtool_input>(*graph.cparams.kvtool);
-        input = mine.get();
-        graph.res->add_input(std::move(mine));
+        auto ptr = std::make_unique<llama_kvtool_input>(*graph.cparams.kvtool);
+        input = ptr.get();
+        graph.res->add_input(std::move(ptr));
     }
 
     return *input;

@@ -27,10 +27,10 @@ public:
     };
 
     // inputs of one layer with ALiBi
-    struct distances {
+    struct alibi_input {
         int i;
 
-        ggml_tensor * keys; // F32 [n_kv, 1, n_head]: positions of the keys
+        ggml_tensor * key_pos; // F32 [n_kv, 1, n_head]: positions of the keys
     };
 
     void set_input(const llama_ubatch * ubatch) override;
@@ -41,45 +41,45 @@ public:
     llama_kvtool & kvtool;
 
     // F32 [1, n_tokens]: number of tokens that each query has seen, including its own token
-    ggml_tensor * seen  = nullptr;
+    ggml_tensor * n_seen = nullptr;
     // F32 [1, 1, n_tokens]: log_512 of the number of tokens that each query has seen
-    ggml_tensor * scale = nullptr;
+    ggml_tensor * scale  = nullptr;
 
-    ggml_tensor * slots = nullptr; // I64 [q]: slots of kvtool::recent that receive the attention of the last q queries
+    ggml_tensor * recent_slots = nullptr; // I64 [q]: slots of kvtool::recent that receive the attention of the last q queries
 
-    ggml_tensor * asked = nullptr; // I64 [q]: slots of kvtool::queries that receive the last q queries
+    ggml_tensor * query_slots = nullptr; // I64 [q]: slots of kvtool::queries that receive the last q queries
 
-    ggml_tensor * rot  = nullptr; // I32 [1]: position that the first query is rotated to.
-    ggml_tensor * live = nullptr; // [n_live, n_tokens]: mask of the live cells, computed from llama.cpp's mask.
+    ggml_tensor * rot       = nullptr; // I32 [1]: position that the first query is rotated to.
+    ggml_tensor * live_mask = nullptr; // [n_live, n_tokens]: mask of the live cells, computed from llama.cpp's mask.
 
     std::vector<rows> ragged;
 
-    std::vector<distances> biased;
+    std::vector<alibi_input> alibi_inputs;
 
     // masks of synthetic cells, for rows with n_gqa query heads
     struct synthetic_mask {
         int64_t n_gqa;
 
-        ggml_tensor * seen; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY.
-        ggml_tensor * mask; // Sum of llama.cpp's mask and `seen`.
+        ggml_tensor * visible; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY.
+        ggml_tensor * mask;    // Sum of llama.cpp's mask and `visible`.
     };
 
     std::vector<synthetic_mask> synthetic_masks;
 
     // Indices of the cells that a step fills from the archive. If the first such cell has the same index in several
     // layers, these layers share the input
-    struct filled {
+    struct filled_range {
         int64_t first;
 
         ggml_tensor * idx; // I64 [n]: first, first + 1, ...
     };
 
-    std::vector<filled> filled;
+    std::vector<filled_range> filled_cells;
 
     // inputs of attention to staged tokens, which are archived tokens that are copied to the device: see staged.cpp
-    struct staged {
+    struct staged_inputs {
         // input of all layers with n_head KV heads
-        struct rows_of {
+        struct index_input {
             int     n_head;
             int64_t n_token; // number of tokens per head in the device's buffer
 
@@ -97,33 +97,33 @@ public:
 
         std::vector<ggml_tensor *> maps; // F32 [n, n]: Hadamard matrices, divided by the root of n
 
-        std::vector<rows_of>                rows;
-        std::vector<kvtool::staging::mark>  marks;
+        std::vector<index_input>           indices;
+        std::vector<kvtool::staging::mark> marks;
 
-        void set_input(kvtool::staging & to) const;
+        void set_input(kvtool::staging & staging) const;
     };
 
-    staged stage;
+    staged_inputs staged;
 
-    ggml_tensor * waiting = nullptr; // I64 [n_tokens]: slots of kvtool::deferred that receive the queries
+    ggml_tensor * deferred_slots = nullptr; // I64 [n_tokens]: slots of kvtool::deferred that receive the queries
 
     bool is_deferred = false;
 
     // inputs of attention to residents, see resident.cpp
     struct resident_mask {
-        const ggml_tensor * own; // the residents' mask on a device
+        const ggml_tensor * device_mask; // the residents' mask on a device
 
-        // F16 [n_cell, n_tokens, 1, rows on the device]: llama.cpp's mask of the live cells, then `own`
+        // F16 [n_cell, n_tokens, 1, rows on the device]: llama.cpp's mask of the live cells, then `device_mask`
         ggml_tensor * mask;
     };
 
     std::vector<resident_mask> resident_masks;
 
-    ggml_tensor * residing = nullptr; // I64 [n_tokens]: slots of kvtool::resident_cells that receive the queries
+    ggml_tensor * resident_slots = nullptr; // I64 [n_tokens]: slots of kvtool::resident_cells that receive the queries
 
     bool is_resident = false;
 
-    ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: positions of the queries, with ALiBi
+    ggml_tensor * query_pos = nullptr; // F32 [1, n_tokens]: positions of the queries, with ALiBi
 };
 
 namespace kvtool {

@@ -14,8 +14,8 @@
 
 namespace kvtool {
 
-joint_input::joint_input(const joint & own, const llm_graph_context & graph) : own(own) {
-    for (const auto & m : own.members) {
+joint_input::joint_input(const joint & state, const llm_graph_context & graph) : state(state) {
+    for (const auto & m : state.members) {
         auto part = std::make_unique<member_graph>();
 
         part->version = m.lctx->kvtool->version;
@@ -40,19 +40,19 @@ joint_input::joint_input(const joint & own, const llm_graph_context & graph) : o
 
 void joint_input::set_input(const llama_ubatch *) {
     for (size_t i = 0; i < parts.size(); ++i) {
-        parts[i]->res->set_inputs(&own.members[i].mctx->get_ubatch());
+        parts[i]->res->set_inputs(&state.members[i].mctx->get_ubatch());
     }
 }
 
 bool joint_input::can_reuse(const llm_graph_params &) {
-    if (own.members.size() != parts.size()) {
+    if (state.members.size() != parts.size()) {
         return false;
     }
 
     bool res = true;
 
     for (size_t i = 0; res && i < parts.size(); ++i) {
-        const auto & m = own.members[i];
+        const auto & m = state.members[i];
 
         // can_reuse is not only a check: it also gives the new batch to the member's inputs
         res = parts[i]->version == m.lctx->kvtool->version && parts[i]->n == m.n &&
@@ -109,23 +109,23 @@ static ggml_tensor * join(
 
     auto & input = graph.res->kvtool.joint;
     if (!input) {
-        auto mine = std::make_unique<joint_input>(*kvtool->joint, graph);
-        input = mine.get();
-        graph.res->add_input(std::move(mine));
+        auto ptr = std::make_unique<joint_input>(*kvtool->joint, graph);
+        input = ptr.get();
+        graph.res->add_input(std::move(ptr));
     }
     keep_inputs(graph, inp);
 
     ggml_tensor * res = nullptr;
 
     for (auto & part : input->parts) {
-        const auto own = [&](ggml_tensor * t) {
+        const auto tokens_of = [&](ggml_tensor * t) {
             return t ? ggml_view_3d(graph.ctx0, t, t->ne[0], t->ne[1], part->n, t->nb[1], t->nb[2], part->first*t->nb[2]) : nullptr;
         };
         if (!part->attn) {
             part->attn = new_attn(*part->graph, inp);
         }
         ggml_tensor * cur = part->graph->build_attn(
-                static_cast<T *>(part->attn), nullptr, nullptr, nullptr, own(q), own(k), own(v), nullptr, sinks, v_mla, kq_scale, il);
+                static_cast<T *>(part->attn), nullptr, nullptr, nullptr, tokens_of(q), tokens_of(k), tokens_of(v), nullptr, sinks, v_mla, kq_scale, il);
 
         res = res ? ggml_concat(graph.ctx0, res, cur, 1) : cur;
     }
@@ -183,7 +183,7 @@ static ggml_type type_of_cells(const llama_context & lctx) {
     return GGML_TYPE_F16;
 }
 
-int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & like, int n_most) {
+int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & like, int n_member_max) {
     // nodes of a layer's attention, not counting the nodes that kvtool adds
     static constexpr uint32_t n_node_layer = 56;
 
@@ -210,13 +210,13 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
         return fail(format("the cells of a context for joint steps must be f16, got %s", ggml_type_name(type)));
     }
 
-    const auto & hparams = lctx.model.hparams;
-    const auto & own     = *like.kvtool;
+    const auto & hparams       = lctx.model.hparams;
+    const auto & member_kvtool = *like.kvtool;
 
     auto joint = std::make_unique<kvtool::joint>();
 
-    joint->n_most = n_most;
-    joint->n_node = llama_kvtool_n_nodes(hparams, &own, own.params.n_draft + 1) + n_node_layer*hparams.n_layer();
+    joint->n_member_max  = n_member_max;
+    joint->n_node_member = llama_kvtool_n_nodes(hparams, &member_kvtool, member_kvtool.params.n_draft + 1) + n_node_layer*hparams.n_layer();
     joint->layers.resize(hparams.n_layer_all);
 
     if (enable(lctx, params, std::move(joint)) < 0) {
@@ -226,8 +226,8 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
     const auto & kvtool = *lctx.kvtool;
 
     for (int il = 0; il < (int) kvtool.index_of_il.size(); ++il) {
-        const bool slides = std::any_of(kvtool.sliding.begin(), kvtool.sliding.end(), [&](const layer & l) { return l.il == il; });
-        if ((kvtool.find(il) || slides) && !kvtool.joint->layers[il]) {
+        const bool is_sliding = std::any_of(kvtool.sliding.begin(), kvtool.sliding.end(), [&](const layer & l) { return l.il == il; });
+        if ((kvtool.find(il) || is_sliding) && !kvtool.joint->layers[il]) {
             return fail(format("layer %d attends in a way that takes no joint steps", il));
         }
     }
@@ -237,21 +237,21 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
 
 // reserve cells in a member's memory for the member's tokens in the batch; returns false if the tokens do not fit
 bool llama_kvtool::begin(member & m, const llama_batch & batch) {
-    llama_batch own = {};
+    llama_batch member_batch = {};
 
-    std::vector<int8_t> none(m.n);
+    std::vector<int8_t> no_logits(m.n);
 
-    own.n_tokens = m.n;
-    own.token    = batch.token + m.first;
-    own.pos      = batch.pos + m.first;
-    own.logits   = none.data();
+    member_batch.n_tokens = m.n;
+    member_batch.token    = batch.token + m.first;
+    member_batch.pos      = batch.pos + m.first;
+    member_batch.logits   = no_logits.data();
 
-    m.pos_0 = own.pos[0];
+    m.pos_0 = member_batch.pos[0];
 
     // wait until the member's earlier work has ended
     m.lctx->synchronize();
 
-    llama_batch_compat compat(m.lctx, own);
+    llama_batch_compat compat(m.lctx, member_batch);
 
     if (!m.lctx->balloc->init(*compat.batch_ext, m.lctx->model.vocab, false)) {
         return false;
@@ -308,7 +308,7 @@ private:
 
 int32_t llama_kvtool::decode_joint(
         llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member) {
-    auto & own = *lctx.kvtool->joint;
+    auto & joint = *lctx.kvtool->joint;
 
     joint_step step(lctx);
 
@@ -318,7 +318,7 @@ int32_t llama_kvtool::decode_joint(
         first += n_tokens[i];
     }
 
-    const bool fits = std::all_of(own.members.begin(), own.members.end(), [&](member & m) { return begin(m, batch); });
+    const bool fits = std::all_of(joint.members.begin(), joint.members.end(), [&](member & m) { return begin(m, batch); });
 
     const int32_t status = fits ? llama_decode(&lctx, batch) : 1;
 

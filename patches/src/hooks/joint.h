@@ -31,8 +31,8 @@ struct member {
 
 // state of a context that computes joint steps
 struct joint {
-    int      n_most; // Maximum number of members.
-    uint32_t n_node; // Maximum number of nodes that a member adds to a graph.
+    int      n_member_max;  // Maximum number of members.
+    uint32_t n_node_member; // Maximum number of nodes that a member adds to a graph.
 
     std::vector<bool>   layers;  // For each layer: true if its attention can be computed per member.
     std::vector<member> members; // Members of the current step.
@@ -55,12 +55,12 @@ struct member_graph {
 // inputs of all members; each member's inputs are filled from its batch
 class joint_input : public llm_graph_input_i {
 public:
-    joint_input(const joint & own, const llm_graph_context & graph);
+    joint_input(const joint & state, const llm_graph_context & graph);
 
     void set_input(const llama_ubatch * ubatch) override;
     bool can_reuse(const llm_graph_params & params) override;
 
-    const joint & own;
+    const joint & state;
 
     std::vector<std::unique_ptr<member_graph>> parts;
 };

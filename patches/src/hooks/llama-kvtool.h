@@ -395,7 +395,9 @@ LLAMA_API int32_t llama_kvtool_rewind(
 // on (first[0] is begin). Afterwards the layer holds exactly these tokens, and layers that held other tokens are
 // emptied. Both functions return the number of bytes; if the buffers are null, they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end);
-LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n, int64_t begin, int64_t end);
+LLAMA_API int64_t llama_kvtool_set_archive(
+        struct llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n,
+        int64_t begin, int64_t end);
 
 // Copy the rest of an archive's state as a table of 3 + 2*n_frame numbers. The first three are positions: of the
 // archive's first token, of the token after its last token, and of its first token within n_near. Then come two numbers
@@ -406,8 +408,8 @@ LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
 // Copy the centers of all blocks that hold tokens from position begin to end - 1. Keys that are archived as iq4_nl are
-// stored minus the center of their block. Set the centers after the layers and before the table. Both functions return the
-// number of bytes, which is 0 if keys have another type; if the buffer is null, they do nothing else.
+// stored minus the center of their block. Set the centers after the layers and before the table. Both functions return
+// the number of bytes, which is 0 if keys have another type; if the buffer is null, they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_centers(struct llama_context * ctx, uint8_t * out, int64_t begin, int64_t end);
 LLAMA_API int64_t llama_kvtool_set_centers(struct llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end);
 

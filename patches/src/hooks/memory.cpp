@@ -29,8 +29,8 @@ static llama_kv_cache_iswa * sliding_pair(llama_memory_i * memory) {
 }
 
 static llama_kv_cache_dsa * indexed_pair(llama_memory_i * memory) {
-    if (auto * both = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
-        return both->get_dsa();
+    if (auto * pair = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
+        return pair->get_dsa();
     }
     return dynamic_cast<llama_kv_cache_dsa *>(memory);
 }
@@ -39,35 +39,35 @@ llama_kv_cache * memory::cache(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_attn();
     }
-    if (auto * both = sliding_pair(memory)) {
-        return both->get_base();
+    if (auto * pair = sliding_pair(memory)) {
+        return pair->get_base();
     }
-    if (auto * both = indexed_pair(memory)) {
-        return both->get_mla();
+    if (auto * pair = indexed_pair(memory)) {
+        return pair->get_mla();
     }
-    if (auto * both = dynamic_cast<llama_kv_cache_msa *>(memory)) {
-        return both->get_base();
+    if (auto * pair = dynamic_cast<llama_kv_cache_msa *>(memory)) {
+        return pair->get_base();
     }
     return dynamic_cast<llama_kv_cache *>(memory);
 }
 
 llama_kv_cache * memory::sliding_cache(llama_memory_i * memory) {
-    if (auto * both = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
-        return both->get_swa();
+    if (auto * pair = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
+        return pair->get_swa();
     }
-    auto * both = sliding_pair(memory);
-    return both ? both->get_swa() : nullptr;
+    auto * pair = sliding_pair(memory);
+    return pair ? pair->get_swa() : nullptr;
 }
 
 llama_kv_cache * memory::index_cache(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
         return hybrid->get_mem_idx();
     }
-    if (auto * both = dynamic_cast<llama_kv_cache_msa *>(memory)) {
-        return both->get_idx();
+    if (auto * pair = dynamic_cast<llama_kv_cache_msa *>(memory)) {
+        return pair->get_idx();
     }
-    auto * both = indexed_pair(memory);
-    return both ? both->get_lid() : nullptr;
+    auto * pair = indexed_pair(memory);
+    return pair ? pair->get_lid() : nullptr;
 }
 
 llama_memory_recurrent * memory::recurrent(llama_memory_i * memory) {
@@ -139,8 +139,8 @@ std::string memory::unsupported(const llama_context & lctx) {
     const auto * kv  = cache(lctx);
     const auto * mem = recurrent(lctx);
 
-    for (const llama_kv_cache * one : { kv, (const llama_kv_cache *) sliding_cache(lctx) }) {
-        if (one && one->other) {
+    for (const llama_kv_cache * attn_cache : { kv, (const llama_kv_cache *) sliding_cache(lctx) }) {
+        if (attn_cache && attn_cache->other) {
             return "this model shares the KV cache of another context";
         }
     }
@@ -164,9 +164,9 @@ int memory::most_indexed(const llama_model & model, llama_memory_i * memory) {
         return INT32_MAX;
     }
     // in this kind of memory, indexer_top_k is a number of blocks of tokens; in other kinds it is a number of tokens
-    const bool is_blocks = dynamic_cast<llama_kv_cache_msa *>(memory) != nullptr;
+    const bool counts_blocks = dynamic_cast<llama_kv_cache_msa *>(memory) != nullptr;
 
-    return std::min<int64_t>((int64_t) hparams.indexer_top_k*(is_blocks ? hparams.indexer_block_size : 1), INT32_MAX);
+    return std::min<int64_t>((int64_t) hparams.indexer_top_k*(counts_blocks ? hparams.indexer_block_size : 1), INT32_MAX);
 }
 
 //
@@ -182,12 +182,12 @@ std::vector<llama_kvtool_layer> memory::describe(const llama_model & model, llam
         if (!kv) {
             return;
         }
-        const auto own = layers(model, *kv);
-        const auto of  = owners(model, *kv);
+        const auto cache_layers = layers(model, *kv);
+        const auto owner        = owners(model, *kv);
 
-        for (int il = 0; il < (int) of.size(); ++il) {
-            if (of[il] >= 0 && hparams.n_head_kv(il) > 0) {
-                const auto & l = own[of[il]];
+        for (int il = 0; il < (int) owner.size(); ++il) {
+            if (owner[il] >= 0 && hparams.n_head_kv(il) > 0) {
+                const auto & l = cache_layers[owner[il]];
                 res.push_back({ il, kind, l.il, l.n_head, l.n_embd_k, l.n_embd_v, 0 });
             }
         }
@@ -205,8 +205,8 @@ std::vector<llama_kvtool_layer> memory::describe(const llama_model & model, llam
     if (const auto * mem = recurrent(memory)) {
         for (int il = 0; il < (int) hparams.n_layer_all; ++il) {
             int64_t n = 0;
-            for (const auto * some : { &mem->r_l, &mem->s_l, &mem->p_l }) {
-                n += il < (int) some->size() && (*some)[il] ? ggml_nbytes((*some)[il]) : 0;
+            for (const auto * states : { &mem->r_l, &mem->s_l, &mem->p_l }) {
+                n += il < (int) states->size() && (*states)[il] ? ggml_nbytes((*states)[il]) : 0;
             }
             if (n > 0) {
                 res.push_back({ il, LLAMA_KVTOOL_LAYER_RECURRENT, il, 0, 0, 0, n });
@@ -221,14 +221,14 @@ std::vector<layer> memory::layers(const llama_model & model, const llama_kv_cach
     const auto & hparams = model.hparams;
 
     std::vector<layer> res;
-    for (const auto & from : kv.layers) {
-        const int il     = from.il;
-        const int n_head = hparams.n_head_kv(il);
-        const int n_v    = from.v ? hparams.n_embd_head_v(il) : 0;
+    for (const auto & kv_layer : kv.layers) {
+        const int il       = kv_layer.il;
+        const int n_head   = hparams.n_head_kv(il);
+        const int n_embd_v = kv_layer.v ? hparams.n_embd_head_v(il) : 0;
 
         // some models have layers without attention
         if (n_head > 0) {
-            res.push_back({ il, n_head, 0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0]/n_head, n_v, il });
+            res.push_back({ il, n_head, 0, (int) kv_layer.k->ne[1], kv_layer.k, kv_layer.v, (int) kv_layer.k->ne[0]/n_head, n_embd_v, il });
         }
     }
     return res;
@@ -240,8 +240,8 @@ std::vector<int> memory::owners(const llama_model & model, const llama_kv_cache 
     int n = 0;
 
     std::vector<int> index; // for each layer of the cache, its index in the result of `layers`; -1 without attention
-    for (const auto & from : kv.layers) {
-        index.push_back(hparams.n_head_kv(from.il) > 0 ? n++ : -1);
+    for (const auto & kv_layer : kv.layers) {
+        index.push_back(hparams.n_head_kv(kv_layer.il) > 0 ? n++ : -1);
     }
 
     std::vector<int> res(hparams.n_layer_all, -1);
@@ -253,11 +253,11 @@ std::vector<int> memory::owners(const llama_model & model, const llama_kv_cache 
 
 std::vector<layer> memory::index_layers(const llama_kv_cache & kv) {
     std::vector<layer> res;
-    for (const auto & from : kv.layers) {
-        const int il  = from.il;
-        const int n_v = from.v ? (int) from.v->ne[0] : 0;
+    for (const auto & kv_layer : kv.layers) {
+        const int il       = kv_layer.il;
+        const int n_embd_v = kv_layer.v ? (int) kv_layer.v->ne[0] : 0;
 
-        res.push_back({ il, 1, 0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0], n_v, il });
+        res.push_back({ il, 1, 0, (int) kv_layer.k->ne[1], kv_layer.k, kv_layer.v, (int) kv_layer.k->ne[0], n_embd_v, il });
     }
     return res;
 }
@@ -273,19 +273,19 @@ std::vector<int> memory::layer_cells(const llama_kv_cache & kv) {
 void memory::replace(
         llama_kv_cache & kv, const std::vector<layer> & layers, const layer & l, ggml_tensor * k_stream, ggml_tensor * v_stream,
         ggml_context_ptr ctx, ggml_backend_buffer_ptr buf) {
-    auto & theirs = kv.layers[kv.map_layer_ids.at(l.il)];
+    auto & kv_layer = kv.layers[kv.map_layer_ids.at(l.il)];
 
-    theirs.k = l.k;
-    theirs.v = l.v;
-    theirs.k_stream = { k_stream };
-    theirs.v_stream = { v_stream };
+    kv_layer.k = l.k;
+    kv_layer.v = l.v;
+    kv_layer.k_stream = { k_stream };
+    kv_layer.v_stream = { v_stream };
 
     auto & bufs = kv.ctxs_bufs;
 
     bufs.emplace_back(std::move(ctx), std::move(buf));
     bufs.erase(std::remove_if(bufs.begin(), bufs.end(), [&](const auto & b) {
-        return std::none_of(layers.begin(), layers.end(), [&](const layer & one) {
-            return one.k->buffer == b.second.get() || (one.v && one.v->buffer == b.second.get());
+        return std::none_of(layers.begin(), layers.end(), [&](const layer & other) {
+            return other.k->buffer == b.second.get() || (other.v && other.v->buffer == b.second.get());
         });
     }), bufs.end());
 }
@@ -294,7 +294,7 @@ bool memory::is_transposed(const llama_kv_cache & kv) {
     return kv.v_trans;
 }
 
-const std::vector<float> & memory::key_rotation(const llama_kv_cache & kv, int64_t n) {
+const std::vector<float> & memory::key_hadamard(const llama_kv_cache & kv, int64_t n) {
     return kv.attn_rot_hadamard.at(n);
 }
 
@@ -317,11 +317,11 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
 
     // Keep the entries if possible: llama.cpp's table contains sets and maps, so writing all entries takes as much time
     // as moving a few cells. Only the last cell needs an exact position; all other cells may have any lower position
-    bool stay = n > 0;
-    for (int i = 0; stay && i < n - 1; ++i) {
-        stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
+    bool keep_entries = n > 0;
+    for (int i = 0; keep_entries && i < n - 1; ++i) {
+        keep_entries = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
     }
-    if (stay) {
+    if (keep_entries) {
         for (int i = cells.used_max_p1() - 1; i >= n - 1; --i) {
             if (!cells.is_empty(i)) {
                 cells.rm(i);
@@ -330,7 +330,7 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
     } else {
         cells.reset();
     }
-    for (int i = stay ? n - 1 : 0; i < n; ++i) {
+    for (int i = keep_entries ? n - 1 : 0; i < n; ++i) {
         // pos_0 + i may be negative for hidden cells. Their positions do not matter, because no query sees these cells
         cells.pos_set(i, std::max(pos_0 + i, 0));
         cells.seq_add(i, i < n_hidden);
@@ -346,11 +346,11 @@ void memory::fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int
     }
 }
 
-bool memory::resize_tables(const llama_context & lctx, int n_cell, int n_own) {
+bool memory::resize_tables(const llama_context & lctx, int n_cell, int n_live) {
     if (n_cell == (int) cache(lctx)->v_cells[0].size()) {
         return false;
     }
-    const auto old = cache(lctx)->v_cells[0];
+    const auto old_cells = cache(lctx)->v_cells[0];
 
     for (auto * kv : { cache(lctx), index_cache(lctx) }) {
         if (!kv) {
@@ -359,11 +359,11 @@ bool memory::resize_tables(const llama_context & lctx, int n_cell, int n_own) {
         auto & cells = kv->v_cells[0];
 
         cells.resize(n_cell);
-        for (int i = 0; i < n_own; ++i) {
-            cells.pos_set(i, old.pos_get(i));
-            cells.seq_add(i, !old.seq_has(i, 0));
+        for (int i = 0; i < n_live; ++i) {
+            cells.pos_set(i, old_cells.pos_get(i));
+            cells.seq_add(i, !old_cells.seq_has(i, 0));
         }
-        kv->v_heads[0] = n_own;
+        kv->v_heads[0] = n_live;
     }
     return true;
 }
@@ -383,8 +383,8 @@ void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int begin, int end
 
     // Mark recalled tokens only if the context's newest token is visible. Otherwise the only visible tokens would be
     // recalled tokens, which are at position 0, and llama.cpp would require position 1 for the next token
-    const int n_own = n_used(kv, n_recall);
-    if (n_own == 0 || !cells.seq_has(n_own - 1, 0)) {
+    const int n_live = n_used(kv, n_recall);
+    if (n_live == 0 || !cells.seq_has(n_live - 1, 0)) {
         begin = end = 0;
     }
     for (int i = 0; i < n_recall; ++i) {

@@ -87,7 +87,7 @@ struct llama_kvtool_memory {
     static bool is_transposed(const llama_kv_cache & kv);
 
     // Hadamard matrix [n, n] that quantized keys are multiplied by
-    static const std::vector<float> & key_rotation(const llama_kv_cache & kv, int64_t n);
+    static const std::vector<float> & key_hadamard(const llama_kv_cache & kv, int64_t n);
 
     // size of the Hadamard matrix that quantized keys are multiplied by; 0 if keys are not multiplied
     static int key_map(const llama_kv_cache & kv);
@@ -101,8 +101,8 @@ struct llama_kvtool_memory {
     // to a second sequence, so no query sees them.
     static void fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
 
-    // resize both tables to n_cell cells, preserving the first n_own; returns false if they had that size already
-    static bool resize_tables(const llama_context & lctx, int n_cell, int n_own);
+    // resize both tables to n_cell cells, preserving the first n_live; returns false if they had that size already
+    static bool resize_tables(const llama_context & lctx, int n_cell, int n_live);
 
     // number of cells that hold the context's own tokens; they are the first cells of the table. Not for ragged rows
     static int n_used(const llama_kv_cache & kv, int n_recall);

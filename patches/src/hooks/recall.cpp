@@ -25,8 +25,8 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
     auto & input = graph_input(graph);
 
     const int64_t n_live = std::min<int64_t>(mask->ne[0], l.n_cell - kvtool.params.n_recall);
-    if (!input.live) {
-        input.live = ggml_cont(ctx, ggml_view_2d(ctx, mask, n_live, mask->ne[1], mask->nb[1], 0));
+    if (!input.live_mask) {
+        input.live_mask = ggml_cont(ctx, ggml_view_2d(ctx, mask, n_live, mask->ne[1], mask->nb[1], 0));
     }
 
     const int64_t n_embd = q->ne[0];
@@ -38,11 +38,12 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
     if (logits.cap > 0.0f) {
         kq = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, logits.scale/logits.cap)), logits.cap);
     }
-    ggml_tensor * p  = ggml_soft_max_ext(ctx, kq, input.live, logits.cap > 0.0f ? 1.0f : logits.scale, 0.0f);
+    ggml_tensor * p = ggml_soft_max_ext(ctx, kq, input.live_mask, logits.cap > 0.0f ? 1.0f : logits.scale, 0.0f);
     ggml_soft_max_add_sinks(p, sinks);
-    ggml_tensor * at = ggml_reshape_2d(ctx, ggml_argmax(ctx, ggml_reshape_2d(ctx, p, n_live, n_row)), 1, n_row);
 
-    const auto highest = [&](ggml_tensor * t) { return ggml_get_rows(ctx, ggml_reshape_3d(ctx, t, 1, n_live, n_row), at); };
+    ggml_tensor * i_best = ggml_reshape_2d(ctx, ggml_argmax(ctx, ggml_reshape_2d(ctx, p, n_live, n_row)), 1, n_row);
+
+    const auto highest = [&](ggml_tensor * t) { return ggml_get_rows(ctx, ggml_reshape_3d(ctx, t, 1, n_live, n_row), i_best); };
 
     return { highest(kq), highest(p) };
 }
@@ -55,15 +56,15 @@ static logit_params logits_of(const llm_graph_context & graph, float scale) {
 
 // input I64 [n]: the cells first, first + 1, ...
 static ggml_tensor * cells_from(const llm_graph_context & graph, int64_t first, int64_t n) {
-    auto & all = graph_input(graph).filled;
+    auto & inputs = graph_input(graph).filled_cells;
 
-    for (const auto & own : all) {
-        if (own.first == first && own.idx->ne[0] == n) {
-            return own.idx;
+    for (const auto & input : inputs) {
+        if (input.first == first && input.idx->ne[0] == n) {
+            return input.idx;
         }
     }
-    all.push_back({ first, new_input(graph.ctx0, GGML_TYPE_I64, n, 1, 1) });
-    return all.back().idx;
+    inputs.push_back({ first, new_input(graph.ctx0, GGML_TYPE_I64, n, 1, 1) });
+    return inputs.back().idx;
 }
 
 } // namespace kvtool
@@ -74,7 +75,7 @@ void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || kvtool->n_archived() == 0 || kvtool->is_staging() || kvtool->resides(q->ne[2]) || !kvtool->find(il)) {
+    if (!kvtool || kvtool->n_archived() == 0 || kvtool->is_staging() || kvtool->uses_residents(q->ne[2]) || !kvtool->find(il)) {
         return;
     }
 
@@ -113,18 +114,18 @@ void llama_kvtool_recall(
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
     ggml_build_forward_expand(graph.gf, t);
 
-    // copy the k keys or values that begin at element `at` of t to the cells first .. first + k - 1
-    const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
-        ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
+    // copy the k keys or values that begin at element `offset` of t to the cells first .. first + k - 1
+    const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t offset) {
+        ggml_tensor * src = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), offset*ggml_type_size(type));
         if (ggml_is_quantized(cache->type)) {
             // Vulkan cannot copy to quantized blocks at arbitrary offsets, but it can set rows, which is
             // also how llama.cpp writes its caches
-            ggml_tensor * all = ggml_reshape_2d(ctx, cache, n_embd, ggml_nelements(cache)/n_embd);
-            ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, all, from, cells_from(graph, first, k)));
+            ggml_tensor * rows = ggml_reshape_2d(ctx, cache, n_embd, ggml_nelements(cache)/n_embd);
+            ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, rows, src, cells_from(graph, first, k)));
             return;
         }
-        ggml_tensor * to   = ggml_view_2d(ctx, cache, n_embd, k, cache->nb[1], first*cache->nb[1]);
-        ggml_build_forward_expand(graph.gf, ggml_cpy(ctx, from, to));
+        ggml_tensor * dst = ggml_view_2d(ctx, cache, n_embd, k, cache->nb[1], first*cache->nb[1]);
+        ggml_build_forward_expand(graph.gf, ggml_cpy(ctx, src, dst));
     };
 
     write(l.k, n_embd_k, 0);
@@ -136,9 +137,9 @@ void llama_kvtool_recall(
         return;
     }
 
-    const size_t one = ggml_type_size(l.v->type);
+    const size_t elem_size = ggml_type_size(l.v->type);
 
-    ggml_tensor * from = ggml_view_2d(ctx, t,   k, n_embd_v, ggml_row_size(type, k), k*n_embd_k*ggml_type_size(type));
-    ggml_tensor * to   = ggml_view_2d(ctx, l.v, k, n_embd_v, l.n_cell*one, first*one);
-    ggml_build_forward_expand(graph.gf, ggml_cpy(ctx, from, to));
+    ggml_tensor * src = ggml_view_2d(ctx, t,   k, n_embd_v, ggml_row_size(type, k), k*n_embd_k*ggml_type_size(type));
+    ggml_tensor * dst = ggml_view_2d(ctx, l.v, k, n_embd_v, l.n_cell*elem_size, first*elem_size);
+    ggml_build_forward_expand(graph.gf, ggml_cpy(ctx, src, dst));
 }

@@ -26,44 +26,44 @@ static constexpr int64_t n_together = 256;
 
 // Return the input I64 [n_head*n_live] with the indices at which the keys or values of live cells are written to the
 // device's buffer. There is one index for each cell and KV head, cell by cell
-static ggml_tensor * rows_of(const llm_graph_context & graph, llama_kvtool_input::staged & in, int n_head, int64_t n_token) {
-    for (const auto & r : in.rows) {
+static ggml_tensor * index_input(const llm_graph_context & graph, llama_kvtool_input::staged_inputs & in, int n_head, int64_t n_token) {
+    for (const auto & r : in.indices) {
         if (r.n_head == n_head) {
             return r.idx;
         }
     }
-    in.rows.push_back({ n_head, n_token, new_input(graph.ctx0, GGML_TYPE_I64, n_head*in.n_live, 1, 1) });
-    return in.rows.back().idx;
+    in.indices.push_back({ n_head, n_token, new_input(graph.ctx0, GGML_TYPE_I64, n_head*in.n_live, 1, 1) });
+    return in.indices.back().idx;
 }
 
 // multiply x by the Hadamard matrix of size n; if n is 0, return x
-static ggml_tensor * mapped(const llm_graph_context & graph, llama_kvtool_input::staged & in, ggml_tensor * x, int n) {
+static ggml_tensor * mapped(const llm_graph_context & graph, llama_kvtool_input::staged_inputs & in, ggml_tensor * x, int n) {
     if (n == 0) {
         return x;
     }
-    auto at = std::find_if(in.maps.begin(), in.maps.end(), [&](const ggml_tensor * t) { return t->ne[0] == n; });
-    if (at == in.maps.end()) {
-        at = in.maps.insert(at, new_input(graph.ctx0, GGML_TYPE_F32, n, n, 1));
+    auto it = std::find_if(in.maps.begin(), in.maps.end(), [&](const ggml_tensor * t) { return t->ne[0] == n; });
+    if (it == in.maps.end()) {
+        it = in.maps.insert(it, new_input(graph.ctx0, GGML_TYPE_F32, n, n, 1));
     }
-    return llama_mul_mat_hadamard(graph.ctx0, x, *at);
+    return llama_mul_mat_hadamard(graph.ctx0, x, *it);
 }
 
-static void set_hadamard(ggml_tensor * to) {
-    const int64_t n = to->ne[0];
+static void set_hadamard(ggml_tensor * matrix) {
+    const int64_t n = matrix->ne[0];
 
     std::vector<float> x(n*n, 0.0f);
     for (int64_t i = 0; i < n; ++i) {
         x[i*n + i] = 1.0f;
     }
     hadamard(x.data(), n*n, n);
-    ggml_backend_tensor_set(to, x.data(), 0, ggml_nbytes(to));
+    ggml_backend_tensor_set(matrix, x.data(), 0, ggml_nbytes(matrix));
 }
 
-void llama_kvtool_input::staged::set_input(staging & to) const {
+void llama_kvtool_input::staged_inputs::set_input(staging & staging) const {
     std::for_each(maps.begin(), maps.end(), set_hadamard);
 
     std::vector<int64_t> idx;
-    for (const auto & r : rows) {
+    for (const auto & r : indices) {
         idx.clear();
         for (int64_t c = 0; c < n_live; ++c) {
             for (int64_t head = 0; head < r.n_head; ++head) {
@@ -73,16 +73,16 @@ void llama_kvtool_input::staged::set_input(staging & to) const {
         ggml_backend_tensor_set(r.idx, idx.data(), 0, ggml_nbytes(r.idx));
     }
     // all queries see the same archived tokens
-    std::vector<float> seen(tail->ne[0], -INFINITY);
-    std::fill_n(seen.begin(), n_archived, 0.0f);
+    std::vector<float> tail_mask(tail->ne[0], -INFINITY);
+    std::fill_n(tail_mask.begin(), n_archived, 0.0f);
     if (tail->type == GGML_TYPE_F16) {
-        std::vector<ggml_fp16_t> half(seen.size());
-        ggml_fp32_to_fp16_row(seen.data(), half.data(), seen.size());
+        std::vector<ggml_fp16_t> half(tail_mask.size());
+        ggml_fp32_to_fp16_row(tail_mask.data(), half.data(), tail_mask.size());
         ggml_backend_tensor_set(tail, half.data(), 0, ggml_nbytes(tail));
     } else {
-        ggml_backend_tensor_set(tail, seen.data(), 0, ggml_nbytes(tail));
+        ggml_backend_tensor_set(tail, tail_mask.data(), 0, ggml_nbytes(tail));
     }
-    to.begin(marks, n_live);
+    staging.begin(marks, n_live);
 }
 
 //
@@ -108,7 +108,8 @@ static ggml_tensor * flash_attention(
 
     const auto readable = [&](ggml_tensor * t) { return t->type == GGML_TYPE_F32 ? ggml_cast(ctx, t, GGML_TYPE_F16) : t; };
 
-    ggml_tensor * cur = ggml_flash_attn_ext(ctx, q, readable(k), readable(v), mask, scale, 0.0f, hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f);
+    ggml_tensor * cur = ggml_flash_attn_ext(ctx, q, readable(k), readable(v), mask, scale, 0.0f,
+            hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f);
     ggml_flash_attn_ext_add_sinks(cur, sinks);
     ggml_prec_set_acc(cur, GGML_PREC_F32);
 
@@ -148,11 +149,11 @@ ggml_tensor * llama_kvtool_staged(
 
     ggml_context * ctx = graph.ctx0;
 
-    const auto & l     = *kvtool->find(il);
-    const auto & stage = *kvtool->staging;
-    const size_t i     = &l - kvtool->layers.data();
+    const auto & l       = *kvtool->find(il);
+    const auto & staging = *kvtool->staging;
+    const size_t i       = &l - kvtool->layers.data();
 
-    auto & in = graph_input(graph).stage;
+    auto & in = graph_input(graph).staged;
     if (!in.mask) {
         in.n_live     = live_mask->ne[0];
         in.n_archived = kvtool->n_archived();
@@ -161,29 +162,29 @@ ggml_tensor * llama_kvtool_staged(
     }
 
     // if several layers read the same cells, each of them writes the live cells to the device's buffer again
-    ggml_tensor * idx = rows_of(graph, in, l.n_head, stage.n_token());
+    ggml_tensor * idx = index_input(graph, in, l.n_head, staging.n_token());
 
-    const auto write = [&](ggml_tensor * to, ggml_tensor * cache, int64_t n_embd, int n_map, bool is_transposed) {
-        ggml_tensor * from = live_rows(ctx, cache, n_embd, l.n_head, l.n_cell, in.n_live, is_transposed);
-        from = mapped(graph, in, from, n_map);
-        ggml_tensor * res  = ggml_set_rows(ctx, to, from, idx);
+    const auto write = [&](ggml_tensor * dst, ggml_tensor * cache, int64_t n_embd, int n_map, bool is_transposed) {
+        ggml_tensor * src = live_rows(ctx, cache, n_embd, l.n_head, l.n_cell, in.n_live, is_transposed);
+        src = mapped(graph, in, src, n_map);
+        ggml_tensor * res = ggml_set_rows(ctx, dst, src, idx);
         ggml_build_forward_expand(graph.gf, res);
         return res;
     };
-    const auto * keys   = write(stage.keys(i),   l.k, l.n_embd_k, stage.key_map(i),   false);
-    const auto * values = write(stage.values(i), l.v, l.n_embd_v, stage.value_map(i), kvtool->v_trans);
+    const auto * keys   = write(staging.keys(i),   l.k, l.n_embd_k, staging.key_map(i),   false);
+    const auto * values = write(staging.values(i), l.v, l.n_embd_v, staging.value_map(i), kvtool->v_trans);
     in.marks.push_back({ keys, values, i });
 
     const auto rows = [&](ggml_tensor * t) {
-        return ggml_view_3d(ctx, t, t->ne[0], in.mask->ne[0], l.n_head, t->nb[1], t->nb[1]*stage.n_token(), 0);
+        return ggml_view_3d(ctx, t, t->ne[0], in.mask->ne[0], l.n_head, t->nb[1], t->nb[1]*staging.n_token(), 0);
     };
 
     const auto attend = graph.cparams.flash_attn ? flash_attention : plain_attention;
 
-    q = mapped(graph, in, q, stage.key_map(i));
+    q = mapped(graph, in, q, staging.key_map(i));
 
-    ggml_tensor * cur = attend(graph, ggml_permute(ctx, q, 0, 2, 1, 3), rows(stage.keys(i)), rows(stage.values(i)), in.mask, sinks, scale);
-    cur = mapped(graph, in, cur, stage.value_map(i));
+    ggml_tensor * cur = attend(graph, ggml_permute(ctx, q, 0, 2, 1, 3), rows(staging.keys(i)), rows(staging.values(i)), in.mask, sinks, scale);
+    cur = mapped(graph, in, cur, staging.value_map(i));
     ggml_build_forward_expand(graph.gf, cur);
     return cur;
 }

@@ -111,20 +111,20 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     const auto n_cells = memory::layer_cells(kv);
 
-    const auto others = [&](const std::vector<int> & some) {
-        return !params.ragged && std::any_of(some.begin(), some.end(), [&](int n) { return n != n_cells[0]; });
+    const auto differ = [&](const std::vector<int> & layer_cells) {
+        return !params.ragged && std::any_of(layer_cells.begin(), layer_cells.end(), [&](int n) { return n != n_cells[0]; });
     };
-    if (others(n_cells)) {
+    if (differ(n_cells)) {
         return fail("the layers have different numbers of cells, which is for ragged rows only");
     }
-    if (const auto * idx = memory::index_cache(lctx); idx && others(memory::layer_cells(*idx))) {
+    if (const auto * idx = memory::index_cache(lctx); idx && differ(memory::layer_cells(*idx))) {
         return fail("the index has another number of cells than the layers, which is for ragged rows only");
     }
 
     auto res = std::make_shared<llama_kvtool>(params);
 
-    res->v_trans = memory::is_transposed(kv);
-    res->n_most  = memory::most_indexed(lctx.model, lctx.memory.get());
+    res->v_trans   = memory::is_transposed(kv);
+    res->n_indexed = memory::most_indexed(lctx.model, lctx.memory.get());
 
     res->add_layers(lctx);
     if (params.n_recall > 0) {
@@ -133,17 +133,17 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
             return fail(why);
         }
     }
-    res->live.resize(res->n_row);
+    res->n_live_row.resize(res->n_row);
     res->signals.resize();
     if (hparams.use_alibi && !joint) {
         res->positions.make(res->layers);
     }
 
-    recent::rings rings;
-    if (!res->recent.make(rings, res->layer_cells().data())) {
+    recent::ring_buffers buffers;
+    if (!res->recent.make(buffers, res->layer_cells().data())) {
         return fail(format("no memory for the attention of the last %d queries", params.n_query));
     }
-    res->recent.take(std::move(rings));
+    res->recent.replace(std::move(buffers));
     if (!res->keep_queries(lctx)) {
         return fail(format("no memory for the last %d queries", params.n_query));
     }
@@ -165,7 +165,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     lctx.sched_need_reserve = true;
     lctx.sched_reserve();
 
-    why = res->unseen();
+    why = res->no_rotation();
     if (!why.empty()) {
         lctx.kvtool.reset();
         lctx.cparams.kvtool     = nullptr;
@@ -181,10 +181,10 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 }
 
 bool llama_kvtool::keep_queries(const llama_context & lctx) {
-    const auto all = askers(lctx);
+    const auto new_layers = attn_layers(lctx);
     mean_rotations.resize(layers.size());
 
-    return (!queries.is_on() || queries.make(all, layers)) && make_deferred(lctx, all);
+    return (!queries.is_on() || queries.make(new_layers, layers)) && make_deferred(lctx, new_layers);
 }
 
 void llama_kvtool::make_archive(const llama_kv_cache & kv) {
@@ -233,32 +233,32 @@ void llama_kvtool::add_layers(const llama_context & lctx) {
         index = memory::index_layers(*idx);
     }
     if (const auto * mem = memory::recurrent(lctx)) {
-        for (const auto * some : { &mem->r_l, &mem->s_l, &mem->p_l }) {
-            std::copy_if(some->begin(), some->end(), std::back_inserter(states), [](const ggml_tensor * t) { return t; });
+        for (const auto * layer_states : { &mem->r_l, &mem->s_l, &mem->p_l }) {
+            std::copy_if(layer_states->begin(), layer_states->end(), std::back_inserter(states), [](const ggml_tensor * t) { return t; });
         }
     }
 }
 
-void llama_kvtool::see(int il, const ggml_tensor * keys) {
-    for (auto * some : { &layers, &sliding }) {
-        for (auto & l : *some) {
+void llama_kvtool::read_rope(int il, const ggml_tensor * keys) {
+    for (auto * cache_layers : { &layers, &sliding }) {
+        for (auto & l : *cache_layers) {
             if (l.il != il || l.rope.is_known) {
                 continue;
             }
             const auto why = l.rope.read(keys);
             if (!why.empty()) {
-                unreadable = format("layer %d: how its keys depend on positions is not known: %s", il, why.c_str());
+                rope_error = format("layer %d: how its keys depend on positions is not known: %s", il, why.c_str());
             }
         }
     }
 }
 
-std::string llama_kvtool::unseen() const {
-    if (!unreadable.empty()) {
-        return unreadable;
+std::string llama_kvtool::no_rotation() const {
+    if (!rope_error.empty()) {
+        return rope_error;
     }
-    for (const auto * some : { &layers, &sliding }) {
-        for (const auto & l : *some) {
+    for (const auto * cache_layers : { &layers, &sliding }) {
+        for (const auto & l : *cache_layers) {
             if (!l.rope.is_known) {
                 return format("layer %d has a cache, but this model does not attend to it", l.il);
             }
@@ -295,8 +295,8 @@ const layer * llama_kvtool::find(int il) const {
     return i < 0 ? nullptr : &layers[i];
 }
 
-std::vector<stored_queries::asker> llama_kvtool::askers(const llama_context & lctx) const {
-    std::vector<stored_queries::asker> res;
+std::vector<stored_queries::attn_layer> llama_kvtool::attn_layers(const llama_context & lctx) const {
+    std::vector<stored_queries::attn_layer> res;
     for (int il = 0; il < (int) index_of_il.size(); ++il) {
         if (const auto * l = find(il)) {
             res.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) lctx.model.hparams.n_head(il) });
@@ -318,11 +318,11 @@ int llama_kvtool::most_cells() const {
 }
 
 int llama_kvtool::most_live(const layer & l) const {
-    return *std::max_element(live.begin() + l.row_0, live.begin() + l.row_0 + l.n_head);
+    return *std::max_element(n_live_row.begin() + l.row_0, n_live_row.begin() + l.row_0 + l.n_head);
 }
 
 bool llama_kvtool::is_even(const layer & l) const {
-    const auto begin = live.begin() + l.row_0;
+    const auto begin = n_live_row.begin() + l.row_0;
     return std::all_of(begin, begin + l.n_head, [&](int n) { return n == *begin; });
 }
 
@@ -344,8 +344,8 @@ std::vector<int> llama_kvtool::row_cells() const {
 
 int64_t llama_kvtool::n_bytes() const {
     int64_t res = 0;
-    for (const auto * some : { &layers, &sliding, &index }) {
-        for (const auto & l : *some) {
+    for (const auto * cache_layers : { &layers, &sliding, &index }) {
+        for (const auto & l : *cache_layers) {
             res += ggml_nbytes(l.k) + (l.v ? ggml_nbytes(l.v) : 0);
         }
     }
@@ -376,15 +376,15 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     }
     queries.decoded(is_watching ? n_tokens : 0);
     if (graph.is_resident) {
-        resident->n_asked = n_tokens;
+        resident->n_stored = n_tokens;
     }
 
     if (params.ragged) {
-        for (int32_t & n : live) {
+        for (int32_t & n : n_live_row) {
             n += n_tokens;
         }
     }
-    n_own  += n_tokens;
+    n_live += n_tokens;
     n_seen += n_tokens;
     if (params.signals == 0 && states.empty()) {
         n_removable += n_tokens;
@@ -408,9 +408,9 @@ void llama_kvtool::mark_drafts(int n) {
 
 int32_t llama_kvtool::drop(llama_context & lctx, int n) {
     // with residents, all tokens of a step can be removed, because the step may have to be repeated
-    const int most = std::min(std::max(params.n_draft, resident ? resident->n_query : 0), n_removable);
-    if (n < 0 || n > most) {
-        return fail(format("n must be in 0..%d, got %d", most, n));
+    const int n_max = std::min(std::max(params.n_draft, resident ? resident->n_query : 0), n_removable);
+    if (n < 0 || n > n_max) {
+        return fail(format("n must be in 0..%d, got %d", n_max, n));
     }
     if (n == 0) {
         return 0;
@@ -428,13 +428,13 @@ int32_t llama_kvtool::drop(llama_context & lctx, int n) {
     }
 
     if (params.ragged) {
-        for (int32_t & own : live) {
-            own -= n;
+        for (int32_t & live : n_live_row) {
+            live -= n;
         }
     }
-    n_own  -= n;
+    n_live -= n;
     if (resident) {
-        resident->forget_live(n_own);
+        resident->forget_live(n_live);
     }
     n_seen -= n;
     n_removable = states.empty() ? n_removable - n : 0;
@@ -451,10 +451,10 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
         lctx.cparams.cb_eval_user_data = nullptr;
         forget_graphs(lctx, true);
 
-        const auto old = std::move(staging);
+        const auto old_staging = std::move(staging);
         std::string why;
         try {
-            old->settle();
+            old_staging->settle();
         } catch (const std::exception & e) {
             why = e.what();
         }
@@ -487,12 +487,12 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     return staging->bytes();
 }
 
-std::string llama_kvtool::unstaged() const {
-    const auto & all = archive->tokens;
-    if (all.size() + GGML_PAD(layers[0].n_cell, 256) + 256 > staging->n_token()) {
-        return format("%lld archived tokens do not fit where %lld rows are staged", (long long) all.size(), (long long) staging->n_token());
+std::string llama_kvtool::no_staging() const {
+    const auto & tokens = archive->tokens;
+    if (tokens.size() + GGML_PAD(layers[0].n_cell, 256) + 256 > staging->n_token()) {
+        return format("%lld archived tokens do not fit where %lld rows are staged", (long long) tokens.size(), (long long) staging->n_token());
     }
-    if (all.far_end() > all.begin() || all.stretches(all.far_end(), 0).size() > 1) {
+    if (tokens.far_end() > tokens.begin() || tokens.stretches(tokens.far_end(), 0).size() > 1) {
         return "archived keys that are rotated to other positions cannot be staged";
     }
     return {};

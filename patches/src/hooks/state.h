@@ -41,12 +41,12 @@ struct llama_kvtool {
     // for each layer of the model, the index in `layers` of the layer whose cells it reads; -1 if it reads no cells
     std::vector<int> index_of_il;
 
-    int  n_most  = INT32_MAX; // number of cells that a model's index chooses; decoding fails if a layer has more cells
-    int  n_row   = 0;
-    bool v_trans = false; // Values are stored transposed.
+    int  n_indexed  = INT32_MAX; // number of cells that a model's index chooses; decoding fails if a layer has more cells
+    int  n_row      = 0;
+    bool v_trans    = false; // Values are stored transposed.
     bool defers_all = false; // The signals of all steps are deferred, not only of steps with draft tokens.
 
-    int n_own       = 0; // Number of cells in use in each row. Not for ragged rows.
+    int n_live      = 0; // Number of cells in use in each row. Not for ragged rows.
     int n_marked    = 0; // Number of draft tokens at the end of the next batch.
     int n_removable = 0; // Number of newest tokens that `drop` can remove now.
 
@@ -56,7 +56,7 @@ struct llama_kvtool {
 
     bool is_watching = true; // true if decodes compute the signals
 
-    std::vector<int32_t> live; // number of cells in use of each row; only if rows are ragged
+    std::vector<int32_t> n_live_row; // number of cells in use of each row; only if rows are ragged
 
     std::string broken; // reason why the context is unusable; empty if it is usable
 
@@ -109,7 +109,7 @@ struct llama_kvtool {
     int n_filled() const { return params.n_recall - n_resident; }
 
     // true if a step of n_tokens tokens attends to residents
-    bool resides(int64_t n_tokens) const;
+    bool uses_residents(int64_t n_tokens) const;
 
     // reason why the context cannot have residents; empty if it can
     std::string no_residents(const llama_context & lctx) const;
@@ -125,7 +125,7 @@ struct llama_kvtool {
 
     // Prepare a step of n_tokens tokens with residents: bring the residents' cells up to date, and keep the recurrent
     // states from before the step. Returns false if a device failed
-    bool place_residents(llama_context & lctx, int n_tokens);
+    bool update_residents(llama_context & lctx, int n_tokens);
     bool keep_states(llama_context & lctx, int n_tokens) const;
 
     // drop the residents; call this if layers are resized, or if archived tokens change in any other way than by
@@ -136,16 +136,17 @@ struct llama_kvtool {
     int64_t stage(llama_context & lctx, int64_t n_archived);
 
     // reason why the archive's tokens cannot be staged for the next step; empty if they can
-    std::string unstaged() const;
+    std::string no_staging() const;
 
     // the layer whose cells layer il of the model reads: this layer or an earlier layer. Null if it reads no rows
     const kvtool::layer * find(int il) const;
 
-    // Return the layers of the model that attend to rows. asker::t is null, because no memory for queries is allocated
-    std::vector<kvtool::stored_queries::asker> askers(const llama_context & lctx) const;
+    // Return the layers of the model that attend to rows. attn_layer::t is null, because no memory for queries is
+    // allocated
+    std::vector<kvtool::stored_queries::attn_layer> attn_layers(const llama_context & lctx) const;
 
     // read from a graph how the keys of a layer are rotated
-    void see(int il, const ggml_tensor * keys);
+    void read_rope(int il, const ggml_tensor * keys);
 
     // true if k is a view of cells in rows; other keys belong to a sliding layer, an encoder or cross-attention
     bool has_keys(const ggml_tensor * k) const;
@@ -223,7 +224,7 @@ struct llama_kvtool {
     // joint steps
     //
 
-    static int32_t enable_joint(llama_context & lctx, const llama_context & like, int n_most);
+    static int32_t enable_joint(llama_context & lctx, const llama_context & like, int n_member_max);
 
     // see llama_kvtool_decode_joint
     static int32_t decode_joint(
@@ -235,16 +236,16 @@ private:
     static bool begin(kvtool::member & m, const llama_batch & batch);
 
     // reason why the rotation of a layer's keys cannot be determined
-    std::string unreadable;
+    std::string rope_error;
 
     void add_layers(const llama_context & lctx);
     bool keep_queries(const llama_context & lctx);
-    bool make_deferred(const llama_context & lctx, const std::vector<kvtool::stored_queries::asker> & all);
+    bool make_deferred(const llama_context & lctx, const std::vector<kvtool::stored_queries::attn_layer> & new_layers);
     void make_archive(const llama_kv_cache & kv);
 
     // reason why some layer's keys cannot be rotated; empty if all can
-    std::string unseen() const;
+    std::string no_rotation() const;
     std::string no_archive(const llama_hparams & hparams) const;
 
-    bool resize(llama_context & lctx, llama_kv_cache & kv, std::vector<kvtool::layer> & some, size_t i, int n);
+    bool resize(llama_context & lctx, llama_kv_cache & kv, std::vector<kvtool::layer> & cache_layers, size_t i, int n);
 };
