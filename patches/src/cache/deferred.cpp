@@ -88,7 +88,7 @@ struct deferred_inputs {
         }
     }
 
-    std::vector<input *> all() { return { &idx, &recent, &n_seen, &limit, &key_pos, &query_pos }; }
+    std::vector<input *> inputs() { return { &idx, &recent, &n_seen, &limit, &key_pos, &query_pos }; }
 };
 
 } // namespace
@@ -159,7 +159,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
                 }
                 ggml_tensor * t = reduced.signal(s);
                 sums[s] = !sums[s] ? t : is_maximum(s) ? max_of(ctx, sums[s], t) : ggml_add(ctx, sums[s], t);
-                if (a.il < l.last) {
+                if (a.il < l.il_last) {
                     // Add the sum to the graph now. The probabilities of this layer can then be freed before the next
                     // layer's probabilities are computed
                     ggml_build_forward_expand(gf, sums[s]);
@@ -197,7 +197,7 @@ bool llama_kvtool::sum_deferred(llama_context & lctx) {
             }
         }
     };
-    if (!kvtool.graphs.compute_each(lctx, *memory::cache(lctx), layers, max_nodes, in.all(), build, read)) {
+    if (!kvtool.graphs.compute_each(lctx, *memory::cache(lctx), layers, max_nodes, in.inputs(), build, read)) {
         return false;
     }
 

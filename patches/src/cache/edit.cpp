@@ -41,8 +41,8 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     if (edit.n_move < 0 || (edit.n_move > 0 && !edit.moves) || edit.n_term < 0 || (edit.n_term > 0 && !edit.terms)) {
         return "n_move and n_term must be 0 or more, and their lists must not be null";
     }
-    const int n_most   = kvtool.most_cells();
-    const int n_usable = n_most - kvtool.params.n_recall;
+    const int n_cell_max = kvtool.most_cells();
+    const int n_usable   = n_cell_max - kvtool.params.n_recall;
 
     if (edit.n_keep < 0 || edit.n_keep > n_usable) {
         return format("n_keep must be in 0..%d, got %d", n_usable, edit.n_keep);
@@ -53,8 +53,8 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     if (edit.n_hidden < 0 || edit.n_hidden > (ragged ? 0 : edit.n_keep)) {
         return format("n_hidden must be in 0..%d, got %d", ragged ? 0 : edit.n_keep, edit.n_hidden);
     }
-    if (edit.pos_0 < -edit.n_hidden || edit.pos_0 > INT32_MAX - n_most) {
-        return format("pos_0 must be in %d..%d, got %d", -edit.n_hidden, INT32_MAX - n_most, edit.pos_0);
+    if (edit.pos_0 < -edit.n_hidden || edit.pos_0 > INT32_MAX - n_cell_max) {
+        return format("pos_0 must be in %d..%d, got %d", -edit.n_hidden, INT32_MAX - n_cell_max, edit.pos_0);
     }
 
     const auto n_cell = kvtool.row_cells();
@@ -70,12 +70,12 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
         return row >= 0 && row < n_row && dst >= 0 && dst < n_cell[row] && src >= 0 && src < n_cell[row];
     };
 
-    writes moved(n_row, n_most);
+    writes moved(n_row, n_cell_max);
 
     for (int i = 0; i < edit.n_move; ++i) {
         const auto & m = edit.moves[i];
         if (!inside(m.row, m.dst, m.src)) {
-            return format("move %d lies outside the cache: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_most);
+            return format("move %d lies outside the cache: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_cell_max);
         }
         if (!moved.is_first(m.row, m.dst)) {
             return format("move %d writes to cell %d of row %d, as another move does", i, m.dst, m.row);
@@ -86,13 +86,13 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
         return "values of this model are a part of its keys (MLA): they cannot be merged";
     }
 
-    writes merged(n_row, n_most);
+    writes merged(n_row, n_cell_max);
 
     for (int i = 0; i < edit.n_term; ++i) {
         const auto & t = edit.terms[i];
         if (!inside(t.row, t.dst, t.src) || !std::isfinite(t.weight)) {
             return format("term %d lies outside the cache or is not finite: row %d of %d, cells %d <- %d of %d, weight %f",
-                    i, t.row, n_row, t.dst, t.src, n_most, t.weight);
+                    i, t.row, n_row, t.dst, t.src, n_cell_max, t.weight);
         }
         const bool is_same_cell = i > 0 && edit.terms[i - 1].row == t.row && edit.terms[i - 1].dst == t.dst;
         if (!is_same_cell && !merged.is_first(t.row, t.dst)) {

@@ -15,15 +15,15 @@ void key_positions::resize(size_t i, int n_cell) {
     if (!is_on()) {
         return;
     }
-    auto & old = tables[i];
+    auto & old_table = tables[i];
 
-    const int n_head = old.pos.size()/old.n_cell;
+    const int n_head = old_table.pos.size()/old_table.n_cell;
 
     table res = { n_cell, std::vector<int32_t>((size_t) n_head*n_cell) };
     for (int head = 0; head < n_head; ++head) {
-        std::copy_n(&old.at(head, 0), std::min(n_cell, old.n_cell), &res.at(head, 0));
+        std::copy_n(&old_table.at(head, 0), std::min(n_cell, old_table.n_cell), &res.at(head, 0));
     }
-    old = std::move(res);
+    old_table = std::move(res);
 }
 
 void key_positions::move(const std::vector<layer> & layers, const llama_kvtool_edit & edit) {

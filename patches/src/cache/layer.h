@@ -20,7 +20,7 @@ struct layer {
     int n_embd_k; // Elements of a key of one head.
     int n_embd_v; // Elements of a value of one head. 0 without values.
 
-    int last; // index of the last layer of the model that reads these cells
+    int il_last; // index of the last layer of the model that reads these cells
 
     kvtool::rope rope = {};
 };

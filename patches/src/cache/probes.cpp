@@ -196,7 +196,7 @@ void llama_kvtool_build(
         if (sums.t[s]) {
             t = is_maximum(s) ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
         }
-        if (il < l.last) {
+        if (il < l.il_last) {
             // Add the sum to the graph now. The probabilities of this layer can then be freed before the next layer's
             // probabilities are computed
             sums.t[s] = t;
@@ -224,7 +224,7 @@ void llama_kvtool_build(
         probe.t[s] = t;
     }
 
-    if (il >= l.last) {
+    if (il >= l.il_last) {
         graph.res->kvtool.probes.push_back(probe);
     } else {
         shared.push_back(sums);

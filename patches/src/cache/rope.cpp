@@ -48,12 +48,12 @@ struct rope_walk {
     }
 
     // An operation that is allowed before the rotation of the keys. If it comes after the rotation, the walk fails
-    void visit_plain(const ggml_tensor * t, int offset, const char * what) {
+    void visit_plain(const ggml_tensor * t, int offset, const char * op_name) {
         const auto * prev_op = rope_op;
         visit(t, offset);
 
         if (rope_op != prev_op) {
-            why = std::string(what) + " comes behind their rotation";
+            why = std::string(op_name) + " comes behind their rotation";
         }
     }
 

@@ -102,19 +102,19 @@ std::vector<layer_shape> capacities(std::vector<layer_shape> shapes, const std::
     for (size_t i = 0; i < shapes.size(); ++i) {
         auto & s = shapes[i];
 
-        const layer_shape old = old_shapes ? (*old_shapes)[i] : layer_shape();
+        const layer_shape old_shape = old_shapes ? (*old_shapes)[i] : layer_shape();
 
         for (const auto n : list_lengths) {
-            s.*n = s.*n == 0 ? 0 : std::max(rounded_up(s.*n), old.*n);
+            s.*n = s.*n == 0 ? 0 : std::max(rounded_up(s.*n), old_shape.*n);
         }
         if (s.shared) {
             s.n_moved = s.n_moves;
         }
 
-        const int64_t n_all = s.n_merged[0] == 0 ? 0 : std::max(rounded_up(s.n_merged[0]), old.n_merged[0]);
+        const int64_t n_all = s.n_merged[0] == 0 ? 0 : std::max(rounded_up(s.n_merged[0]), old_shape.n_merged[0]);
         for (int j = n_level - 1; j >= 0; --j) {
             s.n_merged[j] = merged_on(s, j, n_all);
-            n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old.n_merged[j] });
+            n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old_shape.n_merged[j] });
         }
     }
     // give all layers the same room, because in the next edit the long merges may be in another layer

@@ -242,11 +242,11 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     }
     auto & tokens = kvtool->archive->tokens;
 
-    const int64_t least = out ? tokens[layer].begin() : 0;
-    const int64_t most  = out ? tokens[layer].end()   : archive::most;
-    if (begin < least || begin > end || end > most) {
+    const int64_t pos_min = out ? tokens[layer].begin() : 0;
+    const int64_t pos_max = out ? tokens[layer].end()   : archive::most;
+    if (begin < pos_min || begin > end || end > pos_max) {
         return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
-                (long long) least, (long long) most, (long long) begin, (long long) end));
+                (long long) pos_min, (long long) pos_max, (long long) begin, (long long) end));
     }
     return guarded([&]() -> int64_t {
         if (!in.empty()) {
@@ -271,11 +271,11 @@ int64_t llama_kvtool_set_archive(
     }
     std::vector<archive_part> parts;
     for (int32_t i = 0; in && i < n; ++i) {
-        const int64_t least = i == 0 ? begin : first[i - 1];
-        const int64_t most  = i == 0 ? begin : end;
-        if (!in[i] || first[i] < least || first[i] > most) {
+        const int64_t pos_min = i == 0 ? begin : first[i - 1];
+        const int64_t pos_max = i == 0 ? begin : end;
+        if (!in[i] || first[i] < pos_min || first[i] > pos_max) {
             return fail(format("in[%d] must not be null, and first[%d] in %lld..%lld, got %lld",
-                    i, i, (long long) least, (long long) most, (long long) first[i]));
+                    i, i, (long long) pos_min, (long long) pos_max, (long long) first[i]));
         }
         parts.push_back({ in[i], first[i] });
     }
@@ -327,11 +327,11 @@ static int64_t copy_centers(llama_context * ctx, uint8_t * out, const uint8_t * 
     }
     auto & tokens = kvtool->archive->tokens;
 
-    const int64_t least = copies ? tokens.begin() : 0;
-    const int64_t most  = copies ? tokens.end()   : archive::most;
-    if (begin < least || begin > end || end > most) {
+    const int64_t pos_min = copies ? tokens.begin() : 0;
+    const int64_t pos_max = copies ? tokens.end()   : archive::most;
+    if (begin < pos_min || begin > end || end > pos_max) {
         return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
-                (long long) least, (long long) most, (long long) begin, (long long) end));
+                (long long) pos_min, (long long) pos_max, (long long) begin, (long long) end));
     }
     return guarded([&]() -> int64_t {
         if (in) {
@@ -375,12 +375,12 @@ static int64_t copy_clusters(llama_context * ctx, uint8_t * out, const uint8_t *
     }
     auto & tokens = kvtool->archive->tokens;
 
-    const int64_t n     = store::n_block;
-    const int64_t least = tokens.begin()/n*n;
-    const int64_t most  = tokens.end()  /n*n;
-    if (begin % n != 0 || end % n != 0 || begin < least || begin > end || end > most) {
+    const int64_t n       = store::n_block;
+    const int64_t pos_min = tokens.begin()/n*n;
+    const int64_t pos_max = tokens.end()/n*n;
+    if (begin % n != 0 || end % n != 0 || begin < pos_min || begin > end || end > pos_max) {
         return fail(format("begin and end must be multiples of %lld in %lld..%lld, got %lld and %lld",
-                (long long) n, (long long) least, (long long) most, (long long) begin, (long long) end));
+                (long long) n, (long long) pos_min, (long long) pos_max, (long long) begin, (long long) end));
     }
     return guarded([&]() -> int64_t {
         if (in) {

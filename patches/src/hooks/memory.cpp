@@ -313,13 +313,13 @@ int memory::key_map(const llama_kv_cache & kv) {
 void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden) {
     auto & cells = kv.v_cells[0];
 
-    const llama_pos last = pos_0 + n - 1;
+    const llama_pos last_pos = pos_0 + n - 1;
 
     // Keep the entries if possible: llama.cpp's table contains sets and maps, so writing all entries takes as much time
     // as moving a few cells. Only the last cell needs an exact position; all other cells may have any lower position
     bool keep_entries = n > 0;
     for (int i = 0; keep_entries && i < n - 1; ++i) {
-        keep_entries = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
+        keep_entries = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last_pos;
     }
     if (keep_entries) {
         for (int i = cells.used_max_p1() - 1; i >= n - 1; --i) {

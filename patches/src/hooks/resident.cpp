@@ -38,13 +38,13 @@ static ggml_tensor * mask_of(const llm_graph_context & graph, const llama_kvtool
     const int64_t n_live   = kvtool.layers[i].n_cell - kvtool.params.n_recall;
     const int64_t n_tokens = live_mask->ne[1];
 
-    ggml_tensor * live = ggml_view_2d(ctx, live_mask, n_live, n_tokens, live_mask->nb[1], 0);
-    live = live->type == GGML_TYPE_F16 ? ggml_cont(ctx, live) : ggml_cast(ctx, live, GGML_TYPE_F16);
-    live = ggml_repeat_4d(ctx, live, n_live, n_tokens, 1, device_mask->ne[3]);
+    ggml_tensor * live_f16 = ggml_view_2d(ctx, live_mask, n_live, n_tokens, live_mask->nb[1], 0);
+    live_f16 = live_f16->type == GGML_TYPE_F16 ? ggml_cont(ctx, live_f16) : ggml_cast(ctx, live_f16, GGML_TYPE_F16);
+    live_f16 = ggml_repeat_4d(ctx, live_f16, n_live, n_tokens, 1, device_mask->ne[3]);
 
-    ggml_tensor * resident = n_tokens > 1 ? ggml_repeat_4d(ctx, device_mask, device_mask->ne[0], n_tokens, 1, device_mask->ne[3]) : device_mask;
+    ggml_tensor * resident_mask = n_tokens > 1 ? ggml_repeat_4d(ctx, device_mask, device_mask->ne[0], n_tokens, 1, device_mask->ne[3]) : device_mask;
 
-    masks.push_back({ device_mask, ggml_concat(ctx, live, resident, 0) });
+    masks.push_back({ device_mask, ggml_concat(ctx, live_f16, resident_mask, 0) });
     return masks.back().mask;
 }
 

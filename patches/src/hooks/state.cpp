@@ -222,7 +222,7 @@ void llama_kvtool::add_layers(const llama_context & lctx) {
     }
     for (int il = 0; il < (int) index_of_il.size(); ++il) {
         if (index_of_il[il] >= 0) {
-            layers[index_of_il[il]].last = il;
+            layers[index_of_il[il]].il_last = il;
         }
     }
 
