@@ -31,25 +31,25 @@ void powers(int kernel, float * x, int n, float scale, float * e, float * most, 
     *sum  = res.sum;
 }
 
-// Multiplies keys [n*n_side][n_embd] by a query [n_embd]. The products are out[n*n_side]. The kernels read n blocks of
-// n_side keys. Keys and query are rounded to 8 bits.
+// Multiplies keys [n*n_pack][n_embd] by a query [n_embd]. The products are out[n*n_pack]. The kernels read n blocks of
+// n_pack keys. Keys and query are rounded to 8 bits.
 void products(int kernel, const float * keys, int n, const float * query, int n_embd, float * out) {
-    std::vector<uint8_t> sides(n*side_bytes(n_embd));
-    for (int i = 0; i < n*n_side; ++i) {
-        set_key(sides.data() + i/n_side*side_bytes(n_embd), i % n_side, keys + (size_t) i*n_embd, n_embd);
+    std::vector<uint8_t> packs(n*pack_bytes(n_embd));
+    for (int i = 0; i < n*n_pack; ++i) {
+        set_key(packs.data() + i/n_pack*pack_bytes(n_embd), i % n_pack, keys + (size_t) i*n_embd, n_embd);
     }
 
-    small_query q;
+    byte_query q;
     q.set(query, n_embd);
 
     if (kernel < 0) {
-        multiply(sides.data(), n, q, n_embd, out);
+        multiply(packs.data(), n, q, n_embd, out);
     } else if (kernel == 0) {
-        multiply_plain(sides.data(), n, q, n_embd, out);
+        multiply_plain(packs.data(), n, q, n_embd, out);
     }
 #ifdef KVTOOL_X86
     else {
-        (kernel == 1 ? multiply_avx2 : multiply_vnni)(sides.data(), n, q, n_embd, out);
+        (kernel == 1 ? multiply_avx2 : multiply_vnni)(packs.data(), n, q, n_embd, out);
     }
 #endif
 }

@@ -548,7 +548,7 @@ static void expect_means(const row_clusters & row, const std::vector<std::vector
                 sum[e] += keys[block][own.order[at]*n_embd + e];
             }
         }
-        get_key(row.clusters.sides.data() + place/n_side*row.side_size(), place % n_side, key.data(), n_embd);
+        get_key(row.clusters.packs.data() + place/n_pack*row.pack_size(), place % n_pack, key.data(), n_embd);
         row.clusters.get_value(place, value.data());
         for (int e = 0; e < n_embd; ++e) {
             const double mean = sum[e]/std::max<int>(row.clusters.sizes[place], 1);
@@ -605,7 +605,7 @@ CHECK(clusters_of_saved_memberships_equal_the_computed_clusters) {
     const membership known = a[5].members();
     b.set(5, 56, { true, 0 }, keys.data(), keys.data(), &known);
     EXPECT(a[5].order == b[5].order && a[5].start == b[5].start);
-    EXPECT(a.clusters.sides == b.clusters.sides && a.clusters.values == b.clusters.values);
+    EXPECT(a.clusters.packs == b.clusters.packs && a.clusters.values == b.clusters.values);
     EXPECT(a.clusters.spreads == b.clusters.spreads && a.variance(keys.data()) == b.variance(keys.data()));
     EXPECT(a[5].start[0] == 56);
 }
@@ -625,15 +625,15 @@ CHECK(sets_are_means_of_their_clusters) {
     for (int s = 0; s < n_set; ++s) {
         std::vector<double> sum(n_embd, 0.0);
         int n = 0;
-        for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_side; ++place) {
-            get_key(row.clusters.sides.data() + place/n_side*row.side_size(), place % n_side, one.data(), n_embd);
+        for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_pack; ++place) {
+            get_key(row.clusters.packs.data() + place/n_pack*row.pack_size(), place % n_pack, one.data(), n_embd);
             for (int e = 0; e < n_embd; ++e) {
                 sum[e] += (double) one[e]*row.clusters.sizes[place];
             }
             n += row.clusters.sizes[place];
         }
         EXPECT(row.sets.sizes[s] == n);
-        get_key(row.sets.sides.data(), s, key.data(), n_embd);
+        get_key(row.sets.packs.data(), s, key.data(), n_embd);
         for (int e = 0; e < n_embd; ++e) {
             EXPECT_NEAR(key[e], sum[e]/n, 0.05);
         }
@@ -641,7 +641,7 @@ CHECK(sets_are_means_of_their_clusters) {
         double spread = 0.0;
         for (int e = 0; e < n_embd; ++e) {
             std::vector<double> x;
-            for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_side; ++place) {
+            for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_pack; ++place) {
                 const auto & own = row[row.block_at(place)];
                 const int    c   = row.cluster_at(place);
                 for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
@@ -827,7 +827,7 @@ static void expect_same(const archive & a, const archive & b) {
             const auto & of_a = a.clusters_of(l, head);
             const auto & of_b = b.clusters_of(l, head);
             EXPECT(of_a.begin() == of_b.begin() && of_a.end() == of_b.end());
-            EXPECT(of_a.clusters.sides == of_b.clusters.sides && of_a.clusters.sizes == of_b.clusters.sizes);
+            EXPECT(of_a.clusters.packs == of_b.clusters.packs && of_a.clusters.sizes == of_b.clusters.sizes);
             for (int64_t block = of_a.begin(); block < of_a.end(); ++block) {
                 EXPECT(of_a[block].order == of_b[block].order && of_a[block].to == of_b[block].to);
             }
@@ -1505,7 +1505,7 @@ struct uneven_stream : stream {
         std::vector<double> spreads, variance(n_embd, 0.0), logits;
         std::vector<float> key(n_embd);
         for (int i = 0; i < (row.end() - row.begin())*n_cluster; ++i) {
-            get_key(row.clusters.sides.data() + i/n_side*row.side_size(), i % n_side, key.data(), n_embd);
+            get_key(row.clusters.packs.data() + i/n_pack*row.pack_size(), i % n_pack, key.data(), n_embd);
             logits.push_back(plain.scale*dot(rotated.data(), key.data(), n_embd));
             const auto squares = squares_of(*this, row, i, key);
             spreads.push_back(std::accumulate(squares.begin(), squares.end(), 0.0)/std::max<int>(row.clusters.sizes[i], 1));
@@ -1615,7 +1615,7 @@ CHECK(residents_are_chosen_from_the_best_sets) {
     for (size_t set = 0; set < n_set; ++set) {
         double sum = 0.0;
         int64_t n = 0;
-        for (size_t place = own.place_of_set(set); place < own.place_of_set(set) + n_side; ++place) {
+        for (size_t place = own.place_of_set(set); place < own.place_of_set(set) + n_pack; ++place) {
             sum += s.attention[place];
             n   += own.clusters.sizes[place];
             EXPECT(places.count(place) == places.count(own.place_of_set(set))); // all clusters of a set, or none
@@ -1657,8 +1657,8 @@ static std::vector<size_t> sets_found(const stream & s, const std::vector<float>
     search(s.own, 1, 4501, 1, plain, 0).rank(0, queries_at({ query }, 4501).data(), &live, 3*n_token, row, found);
     std::map<size_t, double> missing;
     for (size_t i = 0; i < found.places.size(); ++i) {
-        if (found.places[i] < n_set*n_side) {
-            missing[found.places[i]/n_side] += found.missing[i];
+        if (found.places[i] < n_set*n_pack) {
+            missing[found.places[i]/n_pack] += found.missing[i];
         }
     }
     std::vector<size_t> res;

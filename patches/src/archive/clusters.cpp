@@ -11,17 +11,17 @@
 
 namespace kvtool {
 
-// number of blocks for which a full list gets additional room
-static constexpr size_t n_more = 16;
+// number of blocks for which a full list gets additional memory
+static constexpr size_t n_growth = 16;
 
-// Resize a list to n entries of n_each elements. If it has to grow, it grows in small steps: by default, its capacity
+// Resize a list to n entries of n_element elements. If it has to grow, it grows in small steps: by default, its capacity
 // might double
 template <typename T>
-static void grow(std::vector<T> & list, size_t n, size_t n_each) {
-    if (list.capacity() < n*n_each) {
-        list.reserve((n + n_more*n_cluster)*n_each);
+static void grow(std::vector<T> & list, size_t n, size_t n_element) {
+    if (list.capacity() < n*n_element) {
+        list.reserve((n + n_growth*n_cluster)*n_element);
     }
-    list.resize(n*n_each);
+    list.resize(n*n_element);
 }
 
 static ggml_type type_of(int64_t n_embd_v, int n_map_v) {
@@ -33,7 +33,7 @@ static ggml_type type_of(int64_t n_embd_v, int n_map_v) {
 
 means::means(int64_t n_embd_k, int64_t n_embd_v, int n_map_v)
     : n_embd_v(n_embd_v), n_map_v(n_map_v), type_v(type_of(n_embd_v, n_map_v))
-    , size_k(side_bytes(n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)) {}
+    , size_k(pack_bytes(n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)) {}
 
 void means::set_value(size_t i, std::vector<float> value) {
     hadamard(value.data(), n_embd_v, n_map_v);
@@ -46,21 +46,21 @@ void means::get_value(size_t i, float * value) const {
 }
 
 void means::resize(size_t n) {
-    grow(sides,   n/n_side, size_k);
+    grow(packs,   n/n_pack, size_k);
     grow(sizes,   n, 1);
     grow(spreads, n, 1);
     grow(values,  n, size_v);
 }
 
 void means::reserve(size_t n) {
-    sides  .reserve(n/n_side*size_k);
+    packs  .reserve(n/n_pack*size_k);
     sizes  .reserve(n);
     spreads.reserve(n);
     values .reserve(n*size_v);
 }
 
 void means::erase(size_t n) {
-    sides  .erase(sides  .begin(), sides  .begin() + n/n_side*size_k);
+    packs  .erase(packs  .begin(), packs  .begin() + n/n_pack*size_k);
     sizes  .erase(sizes  .begin(), sizes  .begin() + n);
     spreads.erase(spreads.begin(), spreads.begin() + n);
     values .erase(values .begin(), values .begin() + n*size_v);
@@ -69,8 +69,8 @@ void means::erase(size_t n) {
 membership sealed_block::members() const {
     membership res {};
     for (int c = 0; c < n_cluster; ++c) {
-        for (int at = start[c]; at < start[c + 1]; ++at) {
-            res[order[at]/2] |= c << 4*(order[at] % 2);
+        for (int slot = start[c]; slot < start[c + 1]; ++slot) {
+            res[order[slot]/2] |= c << 4*(order[slot] % 2);
         }
     }
     return res;
@@ -88,7 +88,7 @@ void row_clusters::reserve(int64_t block, int64_t end) {
 }
 
 void row_clusters::set(
-        int64_t block, int from, const bearing & to, const float * keys, const float * vs, const membership * known) {
+        int64_t block, int first_token, const key_origin & origin, const float * keys, const float * values, const membership * members) {
     if (blocks.empty()) {
         first = block;
         shares.assign(n_embd_k, 0);
@@ -106,34 +106,34 @@ void row_clusters::set(
     }
     ungroup(block);
 
-    const int n = store::n_block - from;
+    const int n = store::n_block - first_token;
 
-    std::vector<int> of(n);
-    if (known) {
+    std::vector<int> assigned(n); // the cluster of each token
+    if (members) {
         for (int i = 0; i < n; ++i) {
-            of[i] = (*known)[(from + i)/2] >> 4*((from + i) % 2) & 0x0F;
+            assigned[i] = (*members)[(first_token + i)/2] >> 4*((first_token + i) % 2) & 0x0F;
         }
     } else {
-        of = kmeans(keys, n, n_embd_k, n_cluster);
+        assigned = kmeans(keys, n, n_embd_k, n_cluster);
     }
 
-    auto & own = blocks[block - first];
-    drop_shares(own);
-    own.to    = to;
-    own.first = from;
-    std::iota(own.order.begin(), own.order.end(), 0);
+    auto & sealed = blocks[block - first];
+    drop_shares(sealed);
+    sealed.origin = origin;
+    sealed.first  = first_token;
+    std::iota(sealed.order.begin(), sealed.order.end(), 0);
 
-    uint8_t * sides = clusters.sides.data() + (block - first)*(n_cluster/n_side)*side_size();
+    uint8_t * packs = clusters.packs.data() + (block - first)*(n_cluster/n_pack)*pack_size();
 
-    own.start.fill(0);
-    for (const int c : of) {
-        own.start[c + 1]++;
+    sealed.start.fill(0);
+    for (const int c : assigned) {
+        sealed.start[c + 1]++;
     }
-    own.start[0] = from;
-    std::partial_sum(own.start.begin(), own.start.end(), own.start.begin());
-    auto next = own.start;
+    sealed.start[0] = first_token;
+    std::partial_sum(sealed.start.begin(), sealed.start.end(), sealed.start.begin());
+    auto next = sealed.start;
     for (int i = 0; i < n; ++i) {
-        own.order[next[of[i]]++] = from + i;
+        sealed.order[next[assigned[i]]++] = first_token + i;
     }
 
     std::vector<float> key(n_embd_k), value(n_embd_v), squares(n_embd_k);
@@ -142,12 +142,12 @@ void row_clusters::set(
         std::fill(key  .begin(), key  .end(), 0.0f);
         std::fill(value.begin(), value.end(), 0.0f);
 
-        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
-            const int i = own.order[at] - from;
-            add(key  .data(), keys + i*n_embd_k, n_embd_k, 1.0f);
-            add(value.data(), vs   + i*n_embd_v, n_embd_v, 1.0f);
+        for (int slot = sealed.start[c]; slot < sealed.start[c + 1]; ++slot) {
+            const int i = sealed.order[slot] - first_token;
+            add(key  .data(), keys   + i*n_embd_k, n_embd_k, 1.0f);
+            add(value.data(), values + i*n_embd_v, n_embd_v, 1.0f);
         }
-        const int size = own.start[c + 1] - own.start[c];
+        const int size = sealed.start[c + 1] - sealed.start[c];
         for (float & x : key) {
             x /= std::max(size, 1);
         }
@@ -156,39 +156,39 @@ void row_clusters::set(
         }
 
         float spread = 0.0f;
-        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
-            const float * x = keys + (own.order[at] - from)*n_embd_k;
+        for (int slot = sealed.start[c]; slot < sealed.start[c + 1]; ++slot) {
+            const float * x = keys + (sealed.order[slot] - first_token)*n_embd_k;
             for (int64_t e = 0; e < n_embd_k; ++e) {
                 const float square = (x[e] - key[e])*(x[e] - key[e]);
                 squares[e] += square;
                 spread     += square;
             }
         }
-        const size_t to_place = place(block) + c;
-        member[to_place] = c;
-        clusters.sizes  [to_place] = size;
-        clusters.spreads[to_place] = std::isfinite(spread) ? spread/std::max(size, 1) : 0.0f;
-        set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k);
-        clusters.set_value(to_place, value);
+        const size_t i_cluster = first_cluster(block) + c;
+        member[i_cluster] = c;
+        clusters.sizes  [i_cluster] = size;
+        clusters.spreads[i_cluster] = std::isfinite(spread) ? spread/std::max(size, 1) : 0.0f;
+        set_key(packs + c/n_pack*pack_size(), c % n_pack, key.data(), n_embd_k);
+        clusters.set_value(i_cluster, value);
     }
 
-    add_shares(own, squares);
+    add_shares(sealed, squares);
     group(block);
 }
 
 // set the shares of a block (see sealed_block), and add them to the row's sums
-void row_clusters::add_shares(sealed_block & own, const std::vector<float> & squares) {
+void row_clusters::add_shares(sealed_block & sealed, const std::vector<float> & squares) {
     const float sum = std::accumulate(squares.begin(), squares.end(), 0.0f);
-    own.shares.assign(n_embd_k, 0);
+    sealed.shares.assign(n_embd_k, 0);
     for (int64_t e = 0; e < n_embd_k && sum > 0.0f && std::isfinite(sum); ++e) {
-        own.shares[e] = std::lround(squares[e]/sum*UINT16_MAX);
-        shares[e] += own.shares[e];
+        sealed.shares[e] = std::lround(squares[e]/sum*UINT16_MAX);
+        shares[e] += sealed.shares[e];
     }
 }
 
-void row_clusters::drop_shares(const sealed_block & own) {
-    for (size_t e = 0; e < own.shares.size(); ++e) {
-        shares[e] -= own.shares[e];
+void row_clusters::drop_shares(const sealed_block & sealed) {
+    for (size_t e = 0; e < sealed.shares.size(); ++e) {
+        shares[e] -= sealed.shares[e];
     }
 }
 
@@ -201,23 +201,23 @@ float row_clusters::variance(const float * query) const {
     return sum > 0.0f ? res/sum : 0.0f;
 }
 
-void row_clusters::permute(size_t at, const std::vector<uint8_t> & from) {
-    const size_t n = from.size();
+void row_clusters::permute(size_t offset, const std::vector<uint8_t> & src) {
+    const size_t n = src.size();
 
-    const auto old_member  = std::vector<uint8_t>(member.begin() + at, member.begin() + at + n);
-    const auto old_sizes   = std::vector<uint16_t>(clusters.sizes.begin() + at, clusters.sizes.begin() + at + n);
-    const auto old_spreads = std::vector<float>(clusters.spreads.begin() + at, clusters.spreads.begin() + at + n);
-    const auto old_values  = std::vector<uint8_t>(clusters.value(at), clusters.value(at + n));
+    const auto old_member  = std::vector<uint8_t>(member.begin() + offset, member.begin() + offset + n);
+    const auto old_sizes   = std::vector<uint16_t>(clusters.sizes.begin() + offset, clusters.sizes.begin() + offset + n);
+    const auto old_spreads = std::vector<float>(clusters.spreads.begin() + offset, clusters.spreads.begin() + offset + n);
+    const auto old_values  = std::vector<uint8_t>(clusters.value(offset), clusters.value(offset + n));
 
-    uint8_t * sides = clusters.sides.data() + at/n_side*side_size();
-    const auto old_sides = std::vector<uint8_t>(sides, sides + n/n_side*side_size());
+    uint8_t * packs = clusters.packs.data() + offset/n_pack*pack_size();
+    const auto old_packs = std::vector<uint8_t>(packs, packs + n/n_pack*pack_size());
 
     for (size_t i = 0; i < n; ++i) {
-        member          [at + i] = old_member [from[i]];
-        clusters.sizes  [at + i] = old_sizes  [from[i]];
-        clusters.spreads[at + i] = old_spreads[from[i]];
-        std::copy_n(old_values.begin() + from[i]*clusters.size_v, clusters.size_v, clusters.values.begin() + (at + i)*clusters.size_v);
-        copy_key(sides + i/n_side*side_size(), i % n_side, old_sides.data() + from[i]/n_side*side_size(), from[i] % n_side, n_embd_k);
+        member          [offset + i] = old_member [src[i]];
+        clusters.sizes  [offset + i] = old_sizes  [src[i]];
+        clusters.spreads[offset + i] = old_spreads[src[i]];
+        std::copy_n(old_values.begin() + src[i]*clusters.size_v, clusters.size_v, clusters.values.begin() + (offset + i)*clusters.size_v);
+        copy_key(packs + i/n_pack*pack_size(), i % n_pack, old_packs.data() + src[i]/n_pack*pack_size(), src[i] % n_pack, n_embd_k);
     }
 }
 
@@ -228,55 +228,54 @@ void row_clusters::group(int64_t block) {
         return;
     }
     for (int64_t b = begin; b < begin + n_grouped; ++b) {
-        if (!((*this)[b].to == (*this)[begin].to)) {
+        if (!((*this)[b].origin == (*this)[begin].origin)) {
             return;
         }
     }
 
-    constexpr int n  = n_grouped*n_cluster;
-    const size_t  at = place(begin);
+    constexpr int n      = n_grouped*n_cluster;
+    const size_t  offset = first_cluster(begin);
 
     // All clusters have the same weight, except that empty clusters have weight 0. If larger clusters had more weight,
     // a cluster of one token might not get into a set of similar clusters
     std::vector<float> keys(n*n_embd_k), weight(n);
     for (int i = 0; i < n; ++i) {
-        member[at + i] = i;
-        weight[i] = clusters.sizes[at + i] > 0 ? 1.0f : 0.0f;
-        get_key(clusters.sides.data() + (at + i)/n_side*side_size(), (at + i) % n_side, keys.data() + i*n_embd_k, n_embd_k);
+        member[offset + i] = i;
+        weight[i] = clusters.sizes[offset + i] > 0 ? 1.0f : 0.0f;
+        get_key(clusters.packs.data() + (offset + i)/n_pack*pack_size(), (offset + i) % n_pack, keys.data() + i*n_embd_k, n_embd_k);
     }
     const auto order = halved(keys.data(), weight.data(), n, n_embd_k, n_set);
-    permute(at, { order.begin(), order.end() });
+    permute(offset, { order.begin(), order.end() });
 
-    const size_t to = set_place(block);
-
-    std::vector<float> key(n_embd_k), value(n_embd_v), one(n_embd_v);
+    std::vector<float> key(n_embd_k), value(n_embd_v), cluster_value(n_embd_v);
     for (int s = 0; s < n_set; ++s) {
         std::fill(key  .begin(), key  .end(), 0.0f);
         std::fill(value.begin(), value.end(), 0.0f);
 
-        float all = 0.0f;
-        for (int i = s*n_side; i < (s + 1)*n_side; ++i) {
-            all += clusters.sizes[at + i];
+        float n_token = 0.0f;
+        for (int i = s*n_pack; i < (s + 1)*n_pack; ++i) {
+            n_token += clusters.sizes[offset + i];
         }
-        for (int i = s*n_side; i < (s + 1)*n_side && all > 0.0f; ++i) {
-            clusters.get_value(at + i, one.data());
-            add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, clusters.sizes[at + i]/all);
-            add(value.data(), one.data(), n_embd_v, clusters.sizes[at + i]/all);
+        for (int i = s*n_pack; i < (s + 1)*n_pack && n_token > 0.0f; ++i) {
+            clusters.get_value(offset + i, cluster_value.data());
+            add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, clusters.sizes[offset + i]/n_token);
+            add(value.data(), cluster_value.data(), n_embd_v, clusters.sizes[offset + i]/n_token);
         }
         // law of total variance: the mean spread of the clusters, plus the spread of their mean keys
         float spread = 0.0f;
-        for (int i = s*n_side; i < (s + 1)*n_side && all > 0.0f; ++i) {
-            float square = clusters.spreads[at + i];
+        for (int i = s*n_pack; i < (s + 1)*n_pack && n_token > 0.0f; ++i) {
+            float square = clusters.spreads[offset + i];
             for (int64_t e = 0; e < n_embd_k; ++e) {
                 const float x = keys[order[i]*n_embd_k + e] - key[e];
                 square += x*x;
             }
-            spread += square*clusters.sizes[at + i]/all;
+            spread += square*clusters.sizes[offset + i]/n_token;
         }
-        sets.sizes  [to + s] = all;
-        sets.spreads[to + s] = std::isfinite(spread) ? spread : 0.0f;
-        set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k);
-        sets.set_value(to + s, value);
+        const size_t i_set = first_set(block) + s;
+        sets.sizes  [i_set] = n_token;
+        sets.spreads[i_set] = std::isfinite(spread) ? spread : 0.0f;
+        set_key(sets.packs.data() + i_set/n_pack*pack_size(), s, key.data(), n_embd_k);
+        sets.set_value(i_set, value);
     }
     grouped[block/n_grouped - first/n_grouped] = 1;
 }
@@ -286,15 +285,15 @@ void row_clusters::ungroup(int64_t block) {
     if (!grouped[g - first/n_grouped]) {
         return;
     }
-    const size_t at = place(g*n_grouped);
+    const size_t offset = first_cluster(g*n_grouped);
 
-    std::vector<uint8_t> from(n_grouped*n_cluster);
-    for (size_t i = 0; i < from.size(); ++i) {
-        from[member[at + i]] = i;
+    std::vector<uint8_t> src(n_grouped*n_cluster);
+    for (size_t i = 0; i < src.size(); ++i) {
+        src[member[offset + i]] = i;
     }
-    permute(at, from);
-    for (size_t i = 0; i < from.size(); ++i) {
-        member[at + i] = i % n_cluster;
+    permute(offset, src);
+    for (size_t i = 0; i < src.size(); ++i) {
+        member[offset + i] = i % n_cluster;
     }
     grouped[g - first/n_grouped] = 0;
 }
@@ -309,7 +308,7 @@ void row_clusters::forget(int64_t block) {
     }
     const int64_t n_group = n < (int64_t) blocks.size() ? block/n_grouped - first/n_grouped : grouped.size();
 
-    std::for_each(blocks.begin(), blocks.begin() + n, [&](const sealed_block & own) { drop_shares(own); });
+    std::for_each(blocks.begin(), blocks.begin() + n, [&](const sealed_block & sealed) { drop_shares(sealed); });
     blocks .erase(blocks .begin(), blocks .begin() + n);
     member .erase(member .begin(), member .begin() + n*n_cluster);
     grouped.erase(grouped.begin(), grouped.begin() + n_group);
@@ -327,7 +326,7 @@ void row_clusters::cut(int64_t block) {
     ungroup(first + n);
     const int64_t n_group = n > 0 ? (block - 1)/n_grouped - first/n_grouped + 1 : 0;
 
-    std::for_each(blocks.begin() + n, blocks.end(), [&](const sealed_block & own) { drop_shares(own); });
+    std::for_each(blocks.begin() + n, blocks.end(), [&](const sealed_block & sealed) { drop_shares(sealed); });
     blocks .resize(n);
     member .resize(n*n_cluster);
     grouped.resize(n_group);
@@ -338,8 +337,8 @@ void row_clusters::cut(int64_t block) {
 }
 
 size_t row_clusters::block_bytes() const {
-    const size_t one = side_bytes(n_embd_k)/n_side + sizeof(uint16_t) + sizeof(float) + clusters.size_v;
-    return sizeof(sealed_block) + n_embd_k*sizeof(uint16_t) + n_cluster*(one + 1) + n_set*one/n_grouped;
+    const size_t mean_bytes = pack_bytes(n_embd_k)/n_pack + sizeof(uint16_t) + sizeof(float) + clusters.size_v;
+    return sizeof(sealed_block) + n_embd_k*sizeof(uint16_t) + n_cluster*(mean_bytes + 1) + n_set*mean_bytes/n_grouped;
 }
 
 } // namespace kvtool

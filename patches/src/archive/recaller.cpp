@@ -27,7 +27,7 @@ struct gathering {
 
     std::vector<float> key    = {};
     std::vector<float> value  = {};
-    std::vector<T>     values = {}; // values of up to n_side tokens, which are transposed together
+    std::vector<T>     values = {}; // values of up to n_pack tokens, which are transposed together
 
     static void from(ggml_type type, const uint8_t * x, ggml_fp16_t * y, int64_t n) { to_half(type, x, y, n); }
     static void from(ggml_type type, const uint8_t * x, float       * y, int64_t n) { to_float(type, x, y, n); }
@@ -56,9 +56,9 @@ struct gathering {
         }
 
         value .resize(l.n_embd_v);
-        values.resize(n_side*l.n_embd_v);
+        values.resize(n_pack*l.n_embd_v);
         for (int i = 0; i < k; ++i) {
-            T * to = v_trans ? values.data() + i % n_side*l.n_embd_v : to_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
+            T * to = v_trans ? values.data() + i % n_pack*l.n_embd_v : to_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
             if (i < n && l.n_map_v == 0) {
                 from(l.type_v, l.raw_value(head, some[i].place), to, l.n_embd_v);
             } else if (i < n) {
@@ -67,11 +67,11 @@ struct gathering {
             } else {
                 std::fill_n(to, l.n_embd_v, T {});
             }
-            if (v_trans && l.n_embd_v > 0 && (i % n_side == n_side - 1 || i == k - 1)) {
-                const int first = i - i % n_side;
+            if (v_trans && l.n_embd_v > 0 && (i % n_pack == n_pack - 1 || i == k - 1)) {
+                const int first = i - i % n_pack;
                 for (int64_t e = 0; e < l.n_embd_v; ++e) {
                     for (int j = first; j <= i; ++j) {
-                        to_v[(head*l.n_embd_v + e)*k + j] = values[j % n_side*l.n_embd_v + e];
+                        to_v[(head*l.n_embd_v + e)*k + j] = values[j % n_pack*l.n_embd_v + e];
                     }
                 }
             }

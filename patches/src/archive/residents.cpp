@@ -85,7 +85,7 @@ void residents::put_mean(size_t layer, int head, const means & all, size_t place
     const auto & l = tokens[layer];
     const auto [key, value] = add_cell(l, (int64_t) cell*l.n_head + head, out);
 
-    get_key(all.sides.data() + place/n_side*all.size_k, place % n_side, key, l.n_embd_k);
+    get_key(all.packs.data() + place/n_pack*all.size_k, place % n_pack, key, l.n_embd_k);
     all.get_value(place, value);
 
     // query_rotation rotates a query; here the mean is rotated instead, so it is rotated in the opposite direction

@@ -84,16 +84,16 @@ void search::multiply_runs(size_t first, size_t item) {
         const auto & run = runs[r];
         const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            // A set of fewer than n_side tokens counts as n_side tokens. This limits how many sets pick_sets picks. It
+            // A set of fewer than n_pack tokens counts as n_pack tokens. This limits how many sets pick_sets picks. It
             // adds their clusters as items, and there is room for only n_room items
-            const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
+            const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_pack) : sizes[i];
             size   [item + i] = n;
             inverse[item + i] = inverses[n];
             logs   [item + i] = own_logs[sizes[i]];
         }
         for (int q = 0; q < n_query; ++q) {
             float * to = x.data() + q*n_room + item;
-            multiply(run.all->sides.data() + run.place/n_side*run.all->size_k, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, to);
+            multiply(run.all->packs.data() + run.place/n_pack*run.all->size_k, run.n/n_pack, small[run.way*n_query + q], l.n_embd_k, to);
             for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
                 to[i] = logits.cap*std::tanh(to[i]/logits.cap);
             }
@@ -149,8 +149,8 @@ void search::pick_sets(const row_clusters & own, size_t n_sets, int64_t n) {
                 x[q*n_room + item] = ranks[q*n_room + item] = -INFINITY;
             }
             const size_t place = own.place_of_set(run.place + i);
-            prefetch(own.clusters.sides.data() + place/n_side*own.clusters.size_k, own.clusters.size_k);
-            add_run(own.clusters, place, n_side, run.way, false);
+            prefetch(own.clusters.packs.data() + place/n_pack*own.clusters.size_k, own.clusters.size_k);
+            add_run(own.clusters, place, n_pack, run.way, false);
         }
     }
     multiply_runs(first, first_item);
@@ -297,10 +297,10 @@ size_t search::multiply_clusters(const row_clusters & own, const float * queries
         variances[i] = logits.scale*logits.scale*own.variance(query);
     }
 
-    // Make room for n_side clusters per set that pick_sets will pick. Each set counts as n_side tokens or more, and
+    // Make room for n_pack clusters per set that pick_sets will pick. Each set counts as n_pack tokens or more, and
     // pick_sets stops at n tokens
-    n_room = n_item + std::min<size_t>(n/n_side + 1, n_sets)*n_side + n_side;
-    n_room = (n_room + n_side - 1)/n_side*n_side;
+    n_room = n_item + std::min<size_t>(n/n_pack + 1, n_sets)*n_pack + n_pack;
+    n_room = (n_room + n_pack - 1)/n_pack*n_pack;
     x     .resize(n_room*n_query);
     ranks .resize(n_room*n_query);
     logs  .resize(n_room);

@@ -100,7 +100,7 @@ struct search_memory {
     // Exponentials of `ranks`. Later, only for many queries: weights of the mean values of `some`, [query][value]
     std::vector<float> powers;
 
-    std::vector<small_query> small; // rotated queries in 8 bits, which are multiplied with mean keys: [way][query]
+    std::vector<byte_query> small; // rotated queries in 8 bits, which are multiplied with mean keys: [way][query]
 
     std::vector<float> variances; // variance of a rotated query's logits over keys with the spread 1: [way][query]
 };
