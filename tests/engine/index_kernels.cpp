@@ -27,7 +27,7 @@ void powers(int kernel, float * x, int n, float scale, float * e, float * most, 
         res = kernel == 1 ? with_avx2(f) : with_avx512(f);
     }
 #endif
-    *most = res.most;
+    *most = res.max;
     *sum  = res.sum;
 }
 

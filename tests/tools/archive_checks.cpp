@@ -770,7 +770,7 @@ struct stream {
 
     std::vector<std::vector<float>> keys, values; // [layer], [token][head][n_embd]
 
-    explicit stream(const archive_params & params, int64_t n_max = archive::most, int n_token = 2304, float noise = 0.0f) : n_max(n_max) {
+    explicit stream(const archive_params & params, int64_t n_max = archive::max_pos, int n_token = 2304, float noise = 0.0f) : n_max(n_max) {
         own.make(params, { n_layer, { n_head, n_embd, n_embd, rope_of(GGML_ROPE_TYPE_NEOX) } });
         for (int l = 0; l < n_layer; ++l) {
             keys  .push_back(noise > 0.0f ? groups(n_token, n_dim, l, noise) : normal(n_token*n_dim, l));
@@ -788,7 +788,7 @@ struct stream {
 
     void push(int n) {
         const int64_t pos = own.end();
-        const leaving some = { nullptr, n, pos, n_max, pos + n - base };
+        const evicted_tokens some = { nullptr, n, pos, n_max, pos + n - base };
         own.reserve(some);
         const int64_t first = own.start(some);
         bases.resize(pos);
@@ -919,7 +919,7 @@ CHECK(tokens_keep_the_base_of_their_segment) {
 CHECK(cutting_the_newest_tokens_restores_the_earlier_archive) {
     // Cut the archive inside a block, at the end of a block, and to fewer tokens than n_max.
     for (const int64_t end : { 1290, 1280, 800 }) {
-        for (const int64_t n_max : { archive::most, (int64_t) 1100 }) {
+        for (const int64_t n_max : { archive::max_pos, (int64_t) 1100 }) {
             stream a(params_of(GGML_TYPE_Q8_0, 128, 400), n_max), b(params_of(GGML_TYPE_Q8_0, 128, 400), n_max);
             for (auto * s : { &a, &b }) {
                 s->push(700);
@@ -972,8 +972,8 @@ CHECK(saved_archive_is_restored_with_its_clusters) {
     }
     b.own.set_clusters(saved.data(), 0, blocks[3], false);
     EXPECT(b.own.set_table(a.own.table()).empty());
-    EXPECT(b.own.seal_some(archive::most, 1) == n_layer*n_head - 2); // a call with one thread clusters two rows
-    EXPECT(b.own.seal_some(archive::most, 1) == 0);
+    EXPECT(b.own.seal_some(archive::max_pos, 1) == n_layer*n_head - 2); // a call with one thread clusters two rows
+    EXPECT(b.own.seal_some(archive::max_pos, 1) == 0);
     expect_same(a.own, b.own);
 }
 
@@ -984,7 +984,7 @@ CHECK(invalid_tables_are_refused) {
     EXPECT(s.own.set_table(table).empty());
     for (const auto & wrong : std::vector<std::vector<int64_t>> {
             { 0, 299, 0, 0, 0 }, { 0, 300, 301, 0, 0 }, { 0, 300, -1, 0, 0 }, { 0, 300, 0 }, { 0, 300, 0, 1, 0 },
-            { 0, 300, 0, 0, -1 }, { 0, 300, 0, 0, archive::most }, { 0, 300, 0, 0, 0, 0, 5 }, { 0, 300, 0, 0, 0, 301, 5 } }) {
+            { 0, 300, 0, 0, -1 }, { 0, 300, 0, 0, archive::max_pos }, { 0, 300, 0, 0, 0, 0, 5 }, { 0, 300, 0, 0, 0, 301, 5 } }) {
         EXPECT(!s.own.set_table(wrong).empty());
     }
     EXPECT(s.own.table() == table);
@@ -1215,7 +1215,7 @@ CHECK(key_with_one_large_element_loses_little_in_4_bits) {
 // are clustered by their keys without RoPE, and these keys are in tight groups. The archive has enough blocks for a
 // group of blocks. A group's clusters are divided into sets, and a search reads summaries of the sets first.
 struct tight_stream : stream {
-    tight_stream() : stream(params_of(GGML_TYPE_F32, 64, 1), archive::most, 4608, 0.02f) {
+    tight_stream() : stream(params_of(GGML_TYPE_F32, 64, 1), archive::max_pos, 4608, 0.02f) {
         for (auto & k : keys) {
             for (auto & x : k) {
                 x *= 0.08f;
@@ -1241,7 +1241,7 @@ CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
 }
 
 CHECK(search_finds_a_far_token_that_equals_the_query) {
-    stream s(params_of(GGML_TYPE_F32, 64, 256), archive::most, 4608);
+    stream s(params_of(GGML_TYPE_F32, 64, 256), archive::max_pos, 4608);
     const auto query = normal(n_embd, 99);
     for (int e = 0; e < n_embd; ++e) { // token 300 is far; its key is the query, rotated by a far token's distance
         s.keys[1][(300*n_head + 1)*n_embd + e] = rotated(query, 256, GGML_ROPE_TYPE_NEOX, n_embd, 0)[e];
@@ -1490,7 +1490,7 @@ struct uneven_stream : stream {
     double sum = 0.0;              // Sum of `attention`.
 
     // scale: factor of the query; with a small factor, the spread of keys counts little. n: number of archived tokens
-    explicit uneven_stream(float scale, int n = 1300) : stream(params_of(GGML_TYPE_F32, 64, 2*n_ctx), archive::most, 4608) {
+    explicit uneven_stream(float scale, int n = 1300) : stream(params_of(GGML_TYPE_F32, 64, 2*n_ctx), archive::max_pos, 4608) {
         const auto is_wide = [](size_t i) { return i/2 % 2 == 0; };
         for (size_t i = 0; i < keys[1].size(); ++i) {
             keys[1][i] *= is_wide(i) ? 3.0f : 1.0f;
@@ -1946,7 +1946,7 @@ static void fill(recaller & all, stream & s) {
     };
     std::vector<int32_t> cells(600);
     std::iota(cells.begin(), cells.end(), 0);
-    all.push(gather, { cells.data(), 600, 0, archive::most, 600 }, 2, nullptr);
+    all.push(gather, { cells.data(), 600, 0, archive::max_pos, 600 }, 2, nullptr);
 }
 
 static std::vector<archive_shape> shapes() {

@@ -19,17 +19,17 @@ static size_t padded(size_t n) {
     return (n + 63)/64*64;
 }
 
-archived_layer::archived_layer(const store & memory, size_t at, const archive_shape & shape, const archive_params & params)
+archived_layer::archived_layer(const store & memory, size_t offset, const archive_shape & shape, const archive_params & params)
     : n_head(shape.n_head), n_embd_k(shape.n_embd_k), n_embd_v(shape.n_embd_v)
     , type_k((ggml_type) params.type_k), type_v((ggml_type) params.type_v)
     , n_map_k(params.is_plain || shape.rope.n_map > 0    ? 0 : hadamard_size(type_k, n_embd_k))
     , n_map_v(params.is_plain || shape.has_mapped_values ? 0 : hadamard_size(type_v, n_embd_v))
     , is_centered(type_k == GGML_TYPE_IQ4_NL)
     , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size(size_k + size_v)
-    , memory(memory), at_k(at) {}
+    , memory(memory), offset(offset) {}
 
 size_t archived_layer::slab_end() const {
-    return padded(at_center() + n_center()*sizeof(ggml_fp16_t));
+    return padded(center_offset() + n_center()*sizeof(ggml_fp16_t));
 }
 
 void archived_layer::set_span(int64_t begin, int64_t end) {
@@ -46,16 +46,16 @@ void archived_layer::put(int64_t i, float * k, float * v) {
     }
 }
 
-void archived_layer::keys(int head, int64_t i, int n, float * out) const {
+void archived_layer::keys(int head, int64_t slot, int n, float * out) const {
     for (int j = 0; j < n; ++j) {
-        to_float(type_k, key_at(head, i + j), out + j*n_embd_k, n_embd_k);
+        to_float(type_k, key_at(head, slot + j), out + j*n_embd_k, n_embd_k);
     }
     hadamard(out, n*n_embd_k, n_map_k);
 }
 
-void archived_layer::values(int head, int64_t i, int n, float * out) const {
+void archived_layer::values(int head, int64_t slot, int n, float * out) const {
     for (int j = 0; j < n && n_embd_v > 0; ++j) {
-        to_float(type_v, value_at(head, i + j), out + j*n_embd_v, n_embd_v);
+        to_float(type_v, value_at(head, slot + j), out + j*n_embd_v, n_embd_v);
     }
     hadamard(out, n*n_embd_v, n_map_v);
 }
@@ -70,15 +70,15 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
     layers.clear();
     rope  .clear();
 
-    size_t at = 0;
+    size_t offset = 0;
     for (const auto & s : shapes) {
-        layers.emplace_back(memory, at, s, params);
+        layers.emplace_back(memory, offset, s, params);
         rope  .emplace_back(s.rope, s.n_embd_k, 2*n_near);
         rope.back().share(rope.front());
 
-        at = layers.back().slab_end();
+        offset = layers.back().slab_end();
     }
-    memory.make(at);
+    memory.make(offset);
 
     clusters.clear();
     for (size_t i = 0; i < shapes.size() && params.n_exact > 0; ++i) {
@@ -86,13 +86,13 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
     }
 }
 
-int64_t archive::start(const leaving & some) {
+int64_t archive::start(const evicted_tokens & evicted) {
     frames.reserve(frames.size() + 1);
-    n_most = some.n_max;
+    n_max = evicted.n_max;
 
-    const int64_t first = first_of(some);
+    const int64_t first = first_of(evicted);
 
-    memory.fit(first, some.end());
+    memory.fit(first, evicted.end());
 
     if (size() == 0) {
         // A new stream begins. Its positions may be lower than the previous stream's positions, so the runs and
@@ -160,7 +160,7 @@ void archive::set_center(size_t layer, int64_t i, ggml_type type, const uint8_t 
         }
         for (int head = 0; head < l.n_head; ++head) {
             if (t < i) {
-                this->key(layer, head, t, place_of(layer, head, t), key.data() + head*d);
+                this->key(layer, head, t, slot_of(layer, head, t), key.data() + head*d);
             }
             rope[layer].rotate(key.data() + head*d, base_of(t) - t);
         }
@@ -178,10 +178,10 @@ void archive::center_of(size_t layer, int head, int64_t i, float * out) const {
     rope[layer].rotate(out, i - base_of(i));
 }
 
-void archive::key(size_t layer, int head, int64_t i, int64_t place, float * out) const {
+void archive::key(size_t layer, int head, int64_t i, int64_t slot, float * out) const {
     const auto & l = layers[layer];
 
-    l.keys(head, place, 1, out);
+    l.keys(head, slot, 1, out);
     if (l.is_centered) {
         thread_local std::vector<float> center;
         center.resize(l.n_embd_k);
@@ -190,19 +190,19 @@ void archive::key(size_t layer, int head, int64_t i, int64_t place, float * out)
     }
 }
 
-void archive::keys(size_t layer, int head, int64_t place, int n, const uint8_t * order, float * out) const {
+void archive::keys(size_t layer, int head, int64_t slot, int n, const uint8_t * order, float * out) const {
     const auto & l = layers[layer];
 
-    l.keys(head, place, n, out);
+    l.keys(head, slot, n, out);
     if (!l.is_centered) {
         return;
     }
     thread_local std::vector<float> center;
     center.resize(l.n_embd_k);
 
-    const int64_t block = place - place % n_block;
+    const int64_t begin = slot - slot % n_block; // first slot of the block
     for (int j = 0; j < n; ++j) {
-        center_of(layer, head, order ? block + order[place - block + j] : place + j, center.data());
+        center_of(layer, head, order ? begin + order[slot - begin + j] : slot + j, center.data());
         add(out + j*l.n_embd_k, center.data(), l.n_embd_k, 1.0f);
     }
 }
@@ -235,12 +235,12 @@ void archive::set_centers(const uint8_t * in, int64_t begin, int64_t end) {
     }
 }
 
-void archive::finish(const leaving & some, int64_t first, int n_thread) {
+void archive::finish(const evicted_tokens & evicted, int64_t first, int n_thread) {
     for (auto & l : layers) {
-        l.set_span(first, some.end());
+        l.set_span(first, evicted.end());
     }
 
-    move_far(some.next + base() - n_near);
+    move_far(evicted.next + base() - n_near);
     if (!is_deferred) {
         seal(n_thread);
     }
@@ -284,18 +284,18 @@ int64_t archive::base_of(int64_t i) const {
     return f[-1].base;
 }
 
-void archive::move_far(int64_t to) {
-    far = std::max(std::max(far, begin()), std::min(to, end()));
+void archive::move_far(int64_t end) {
+    far = std::max(std::max(far, begin()), std::min(end, this->end()));
 }
 
-void archive::forget(int64_t to) {
+void archive::forget(int64_t first) {
     for (auto & l : layers) {
         if (l.begin() < l.end()) {
-            l.set_span(std::max(l.begin(), std::min(l.end(), to)), l.end());
+            l.set_span(std::max(l.begin(), std::min(l.end(), first)), l.end());
         }
     }
-    far = std::max(far, to);
-    while (frames.size() > 1 && frames[1].first <= to) {
+    far = std::max(far, first);
+    while (frames.size() > 1 && frames[1].first <= first) {
         frames.erase(frames.begin());
     }
 }
@@ -330,13 +330,13 @@ void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t b
     l.set_span(begin, end);
 
     // Each work item fills one slab, so that the page faults of new memory are spread over the threads
-    const int64_t first = begin/store::n_block;
+    const int64_t first_slab = begin/store::n_block;
     parallel_for(n_thread, store::n_slab(begin, end), [&](int i) {
-        const int64_t from = std::max(begin, (first + i)*store::n_block);
-        const int64_t to   = std::min(end, archived_layer::block_end(from));
+        const int64_t t_begin = std::max(begin, (first_slab + i)*store::n_block);
+        const int64_t t_end   = std::min(end, archived_layer::block_end(t_begin));
         for (int head = 0; head < l.n_head; ++head) {
-            auto part = std::upper_bound(in.begin(), in.end(), from, [](int64_t t, const archive_part & p) { return t < p.first; });
-            for (int64_t t = from; t < to; ++t) {
+            auto part = std::upper_bound(in.begin(), in.end(), t_begin, [](int64_t t, const archive_part & p) { return t < p.first; });
+            for (int64_t t = t_begin; t < t_end; ++t) {
                 for (; part != in.end() && part->first <= t; ++part) {}
                 memcpy(l.raw_key(head, t), part[-1].data + ((t - part[-1].first)*l.n_head + head)*l.size, l.size);
             }
@@ -365,17 +365,17 @@ std::string archive::set_table(const std::vector<int64_t> & table) {
 
     bool ok = table[2] >= 0 && table[2] <= end && (begin == end || (table.size() > 3 && table[3] <= begin));
     for (size_t i = 3; ok && i < table.size(); i += 2) {
-        ok = table[i] >= (i > 3 ? table[i - 2] + 1 : 0) && table[i] <= end && table[i + 1] >= 0 && table[i + 1] < most;
+        ok = table[i] >= (i > 3 ? table[i - 2] + 1 : 0) && table[i] <= end && table[i + 1] >= 0 && table[i + 1] < max_pos;
     }
     if (!ok) {
         return "the table is not of an archive";
     }
 
-    std::vector<frame> own;
+    std::vector<frame> saved_frames;
     for (size_t i = 3; i < table.size(); i += 2) {
-        own.push_back({ table[i], table[i + 1] });
+        saved_frames.push_back({ table[i], table[i + 1] });
     }
-    frames = std::move(own);
+    frames = std::move(saved_frames);
 
     far = begin;
     move_far(table[2]);

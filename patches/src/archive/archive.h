@@ -52,7 +52,7 @@ struct archive_shape {
 };
 
 // tokens that leave the cache for the archive
-struct leaving {
+struct evicted_tokens {
     const int32_t * cells;
 
     int32_t n_cell;
@@ -62,7 +62,7 @@ struct leaving {
 
     int64_t end() const { return pos_0 + n_cell; }
 
-    // An archive holds the tokens begin .. end - 1, and the leaving tokens are added. Return the oldest token that is
+    // An archive holds the tokens begin .. end - 1, and the evicted tokens are added. Return the oldest token that is
     // kept
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
@@ -81,8 +81,8 @@ constexpr int64_t n_block = store::n_block; // tokens in a block
 // Archived tokens of one layer. Their positions in the stream are consecutive.
 class archived_layer {
 public:
-    // memory: slabs, each with room for 256 tokens of all layers. at: byte offset of this layer in each slab
-    archived_layer(const store & memory, size_t at, const archive_shape & shape, const archive_params & params);
+    // memory: slabs, each with room for 256 tokens of all layers. offset: byte offset of this layer in each slab
+    archived_layer(const store & memory, size_t offset, const archive_shape & shape, const archive_params & params);
 
     int64_t begin() const { return first; }
     int64_t end()   const { return last; }
@@ -94,32 +94,32 @@ public:
     // true, the keys must be centered already
     void put(int64_t i, float * k, float * v);
 
-    // Reorder the tokens of a complete block in memory: for i >= first, the token at index from[i] of the block moves
-    // to index i
-    void sort(int head, int64_t block, int first, const uint8_t * from);
+    // Reorder the tokens of a complete block in memory: for i >= first, the token in slot src[i] of the block moves
+    // to slot i
+    void sort(int head, int64_t block, int first, const uint8_t * src);
 
     size_t token_bytes() const { return n_head*size; }
 
-    // In the functions below, i is the place where a token is stored. In a clustered block, tokens are stored cluster
-    // by cluster, so a token's place differs from its position: see archive::place_of
+    // A slot is the index at which a token is stored. In a clustered block, tokens are stored cluster by cluster, so a
+    // token's slot differs from its position: see archive::slot_of
 
-    // n keys of a head as f32, from place i on; all of them lie in one block. If is_centered is true, the keys are
+    // n keys of a head as f32, from this slot on; all of them lie in one block. If is_centered is true, the keys are
     // centered: see archive::keys
-    void keys(int head, int64_t i, int n, float * out) const;
+    void keys(int head, int64_t slot, int n, float * out) const;
 
-    // n values of a head as f32, from place i on
-    void values(int head, int64_t i, int n, float * out) const;
+    // n values of a head as f32, from this slot on
+    void values(int head, int64_t slot, int n, float * out) const;
 
     // a key and a value in their stored format; they may be multiplied by Hadamard matrices
-    const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
-    const uint8_t * raw_value(int head, int64_t i) const { return value_at(head, i); }
+    const uint8_t * raw_key  (int head, int64_t slot) const { return key_at  (head, slot); }
+    const uint8_t * raw_value(int head, int64_t slot) const { return value_at(head, slot); }
 
-    uint8_t * raw_key  (int head, int64_t i) { return key_at  (head, i); }
-    uint8_t * raw_value(int head, int64_t i) { return value_at(head, i); }
+    uint8_t * raw_key  (int head, int64_t slot) { return key_at  (head, slot); }
+    uint8_t * raw_value(int head, int64_t slot) { return value_at(head, slot); }
 
     // The center of a block at position 0: [n_head][n_embd_k]. center_of rotates it to a token's position
-    const ggml_fp16_t * center(int64_t block) const { return (const ggml_fp16_t *) (memory.at(block*n_block) + at_center()); }
-    ggml_fp16_t       * center(int64_t block)       { return (ggml_fp16_t       *) (memory.at(block*n_block) + at_center()); }
+    const ggml_fp16_t * center(int64_t block) const { return (const ggml_fp16_t *) (memory.at(block*n_block) + center_offset()); }
+    ggml_fp16_t       * center(int64_t block)       { return (ggml_fp16_t       *) (memory.at(block*n_block) + center_offset()); }
 
     // number of elements of a block's center; 0 if keys are not centered
     size_t n_center() const { return is_centered ? n_head*n_embd_k : 0; }
@@ -156,15 +156,15 @@ private:
 
     // Byte offset of the layer's tokens in each slab. A slab stores [n_head][n_block] keys of the layer, each followed
     // by its value, and then the center of the block
-    const size_t at_k;
+    const size_t offset;
 
     int64_t first = 0;
     int64_t last  = 0;
 
-    size_t at_center() const { return at_k + n_head*n_block*size; }
+    size_t center_offset() const { return offset + n_head*n_block*size; }
 
-    uint8_t * key_at  (int head, int64_t i) const { return memory.at(i) + at_k + (head*n_block + i % n_block)*size; }
-    uint8_t * value_at(int head, int64_t i) const { return key_at(head, i) + size_k; }
+    uint8_t * key_at  (int head, int64_t slot) const { return memory.at(slot) + offset + (head*n_block + slot % n_block)*size; }
+    uint8_t * value_at(int head, int64_t slot) const { return key_at(head, slot) + size_k; }
 };
 
 // a part of a layer's tokens, from token `first` on, in the format of archive::get
@@ -186,11 +186,11 @@ public:
     // create empty layers of these shapes
     void make(const archive_params & params, const std::vector<archive_shape> & shapes);
 
-    // Keys of a head as f32. `key` reads the key of token i, which is stored at `place`. `keys` reads n keys from `place`
+    // Keys of a head as f32. `key` reads the key of token i, which is stored in `slot`. `keys` reads n keys from `slot`
     // on, all in one block. order: sealed_block::order of a clustered block; null if the block's tokens are in the order
     // of the stream
-    void key (size_t layer, int head, int64_t i, int64_t place, float * out) const;
-    void keys(size_t layer, int head, int64_t place, int n, const uint8_t * order, float * out) const;
+    void key (size_t layer, int head, int64_t i, int64_t slot, float * out) const;
+    void keys(size_t layer, int head, int64_t slot, int n, const uint8_t * order, float * out) const;
 
     // the vector that was subtracted from the key of token i before it was stored
     void center_of(size_t layer, int head, int64_t i, float * out) const;
@@ -205,18 +205,18 @@ public:
     // 2. `start` deletes tokens that are too old. It returns the oldest token that the archive keeps.
     // 3. `put` stores a layer's tokens, from position pos on.
     // 4. `finish` completes the archive and its clusters.
-    void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
-    int64_t start(const leaving & some);
+    void reserve(const evicted_tokens & evicted) { memory.reserve(first_of(evicted), evicted.end()); }
+    int64_t start(const evicted_tokens & evicted);
     void put    (size_t layer, int64_t pos, const gathered & cells);
-    void finish (const leaving & some, int64_t first, int n_thread);
+    void finish (const evicted_tokens & evicted, int64_t first, int n_thread);
 
     // store one token: keys and values of all heads
     void put(size_t layer, int64_t pos, ggml_type type_k, const uint8_t * k, ggml_type type_v, const uint8_t * v);
 
     // the oldest token of the archive after these tokens are added
-    int64_t first_of(const leaving & some) const {
-        const int64_t begin = size() > 0 ? this->begin() : some.pos_0;
-        return whole(begin, some.first(begin, end()), some.end());
+    int64_t first_of(const evicted_tokens & evicted) const {
+        const int64_t begin = size() > 0 ? this->begin() : evicted.pos_0;
+        return first_kept(begin, evicted.first(begin, end()), evicted.end());
     }
 
     // While clustering is deferred, `finish` computes no clusters. Instead, `seal_layer` clusters the complete blocks
@@ -258,7 +258,7 @@ public:
     void   get_centers(uint8_t * out, int64_t begin, int64_t end) const;
     void   set_centers(const uint8_t * in, int64_t begin, int64_t end);
 
-    // Clusters of a saved archive, see llama_kvtool_clusters. is_far: kind of the clusters, see bearing::is_far.
+    // Clusters of a saved archive, see llama_kvtool_clusters. is_far: kind of the clusters, see key_origin::is_far.
     // get_clusters returns true if every row has clusters of this kind for all blocks in begin .. end, otherwise false.
     // To restore an archive, call set_clusters after `fill` and before set_table.
     std::array<int64_t, 4> clustered() const;
@@ -289,13 +289,13 @@ public:
 
     const archived_layer & operator[](size_t i) const { return layers[i]; }
 
-    // place where a row stores token i. It differs from i in clustered blocks, which are stored in another order
-    int64_t place_of(size_t layer, int head, int64_t i) const;
+    // slot where a row stores token i. It differs from i in clustered blocks, which are stored in another order
+    int64_t slot_of(size_t layer, int head, int64_t i) const;
 
     const rotations & rotations_of(size_t i) const { return rope[i]; }
 
     // Tokens before this position are far: they are more than n_near positions before the stream's next token. Queries
-    // attend to far tokens as if the distance were n_near. A clustered block is far if bearing::is_far is true. This
+    // attend to far tokens as if the distance were n_near. A clustered block is far if key_origin::is_far is true. This
     // flag may change later than this position: it changes only when the block is clustered again.
     int64_t far_end() const { return far; }
 
@@ -315,7 +315,7 @@ public:
     const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
 
     // number of positions by which the key of token i is rotated before its block is clustered
-    int64_t rotation_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
+    int64_t rotation_to(const key_origin & origin, int64_t i) const { return base_of(i) - (origin.is_far ? i : origin.base); }
 
     // Number of positions by which a query at position `rot` is rotated before it is multiplied with keys beyond
     // n_near. Undoing RoPE rotates these keys to position 0, so the query is rotated to position n_near
@@ -323,28 +323,30 @@ public:
 
     // number of positions by which a query at position `rot` is rotated before it is multiplied with the keys of a
     // clustered block
-    int64_t query_rotation(const bearing & to, int64_t rot) const { return to.is_far ? far_rotation(rot) : base() - to.base; }
+    int64_t query_rotation(const key_origin & origin, int64_t rot) const {
+        return origin.is_far ? far_rotation(rot) : base() - origin.base;
+    }
 
     // number of positions by which the key of token i is rotated, so that it has the right distance from a query at
     // position `rot`
     int64_t rotation_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_rotation(rot) : base()); }
 
     // positions must be below this limit, so that computations with them do not overflow
-    static constexpr int64_t most = (int64_t) 1 << 40;
+    static constexpr int64_t max_pos = (int64_t) 1 << 40;
 
 private:
     store memory;
 
     std::vector<archived_layer> layers;
-    std::vector<rotations>          rope;
+    std::vector<rotations>      rope;
 
     int64_t far    = 0;
-    int64_t n_most = most; // maximum size of the archive
+    int64_t n_max  = max_pos; // maximum size of the archive
     int64_t oldest = 0;    // the archive's first token, after the tokens are added for which `start` was called
 
-    // Return the first token that remains after the tokens before `to` are deleted. It may be later than `to`:
+    // Return the first token that remains after the tokens before `first` are deleted. It may be later than `first`:
     // clustered blocks are deleted as a whole
-    int64_t whole(int64_t begin, int64_t to, int64_t end) const;
+    int64_t first_kept(int64_t begin, int64_t first, int64_t end) const;
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
@@ -352,17 +354,17 @@ private:
     int n_unsealed = 0;
 
     // clusters that were passed to `set_clusters`, by (block, is_far); one entry per row
-    std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
+    std::map<std::pair<int64_t, bool>, std::vector<membership>> saved_members;
 
     int n_row() const;
 
-    // Blocks of a row that should have clusters: all blocks before block `to`. Among them, the blocks before block
-    // `far` are clustered as tokens beyond n_near
+    // Blocks of a row that should have clusters: all blocks before block `end`. Among them, the blocks before block
+    // `far_end` are clustered as tokens beyond n_near
     struct row_span {
-        int64_t far;
-        int64_t to;
+        int64_t far_end;
+        int64_t end;
     };
-    row_span span_of(int row) const;
+    row_span span_of(int i_row) const;
 
     // Compute the center of the block of token i, which is the first token of the block that is archived. k: the keys of
     // n tokens, from token i on
@@ -373,15 +375,15 @@ private:
     // Update the clusters: cluster the blocks that have become complete, cluster blocks again if they are now beyond
     // n_near, and remove the clusters of deleted blocks.
     void seal(int n_thread);
-    void seal_row(int row);
+    void seal_row(int i_row);
 
     bool is_deferred = false;
     // cluster one block of a row; keys, values: buffers for a block
-    void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
+    void seal(size_t layer, int head, int i_row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
-    // Remove the tokens before `begin`. The caller has already fitted `memory` to the remaining tokens
-    void forget(int64_t begin);
+    // Remove the tokens before `first`. The caller has already fitted `memory` to the remaining tokens
+    void forget(int64_t first);
 };
 
 } // namespace kvtool

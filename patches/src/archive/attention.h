@@ -15,7 +15,7 @@ namespace kvtool {
 // data shared by the threads of a layer's attention
 class attention_work : public barrier {
 public:
-    std::vector<searched_row> rows;
+    std::vector<searched_row> searched; // one per row
 
     // Partial softmax sums: [row][part of the row's tokens][query]. Each has the maximum logit, the sum of the
     // exponentials relative to this maximum, and the sum of the values weighted by these exponentials
@@ -30,7 +30,7 @@ public:
 // an archived token and a row's attention to it
 struct attended_token {
     int64_t pos;
-    int64_t place;
+    int64_t slot;
     // number of positions by which the token's key is rotated, so that it has the right distance from the first query
     int64_t delta;
 
@@ -40,9 +40,9 @@ struct attended_token {
 struct attention_memory {
     // consecutively stored tokens of the current batch
     struct piece {
-        int64_t begin;
+        int64_t begin;   // slot of the first token
         int     n;
-        int     at; // index of the piece's first token in the batch
+        int     i_batch; // index of the first token in the batch
     };
 
     std::vector<piece> pieces;
@@ -57,10 +57,10 @@ struct attention_memory {
     std::vector<float> values; // Values of the current batch: [token][n_value].
 
     // Products of the current batch's keys with the queries; later the exponentials of the logits. The shape is
-    // [query][n_together] for few queries, otherwise [token][n_column]
-    std::vector<float> powers;
+    // [query][n_batch] for few queries, otherwise [token][n_column]
+    std::vector<float> kq;
 
-    std::vector<float> most, factor, sum; // [n_column], see exponential_columns
+    std::vector<float> max, factor, sum; // [n_column], see exponential_columns
 };
 
 // one thread's share of a layer's attention; attention.cpp describes the order of calls
@@ -69,10 +69,10 @@ public:
     // rot: position that the first query is rotated to. n_query: number of queries of each row. n_exact: see class
     // search
     attention(
-            const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work);
+            const archive & tokens, size_t i_layer, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work);
 
     // Allocate the buffers in `work`. One thread calls this before any thread calls another function
-    void make_room();
+    void allocate();
 
     // Choose the tokens that a row attends to exactly. One thread calls this for each row, before any thread calls
     // attend. queries: [n_query][n_embd_k]
@@ -80,7 +80,7 @@ public:
 
     // Number of parts that the work is divided into; each part is done by one thread. The division depends only on the
     // numbers of rows and tokens, so that sums do not depend on the number of threads.
-    int n_part() const { return l.n_head*n_span; }
+    int n_part() const { return l.n_head*n_split; }
 
     void attend(int part);
 
@@ -100,49 +100,49 @@ public:
     std::vector<attended_token> most_attended(int head, int k) const;
 
 private:
-    const archive        & all;
-    const size_t           layer;
+    const archive        & tokens;
+    const size_t           i_layer;
     const archived_layer & l;
-    const rotations          & rope;
+    const rotations      & rope;
 
     const int  n_query;
     const bool is_few;   // True for few queries: keys and values are then multiplied in their stored format.
     const int  n_column; // Number of queries, padded for products of matrices.
     const int  n_value;  // Number of elements of a value, padded in the same way.
-    const int  n_span;   // Number of parts into which a row's tokens are divided.
+    const int  n_split;   // Number of parts into which a row's tokens are divided.
 
-    const float least;   // minimum exponential for which a token's value is added
+    const float min_exp; // minimum exponential for which a token's value is added
 
     const logit_params logits;
 
     attention_work & work;
 
-    search looking;
+    search searcher;
 
-    // block and query rotation for which `rotated` was computed
+    // block, and index of the query rotation, for which `rotated` was computed
     int64_t rotated_block = -1;
-    int     rotated_way   = -1;
+    int     rotated_index = -1;
 
     // block for which `pairs` was computed, and the products of the elements that are not rotated
     int64_t centered_block = -1;
     float   unrotated[n_few_columns];
 
-    // partial softmax sums of part `span` of a row's tokens; part n_span has the search's estimate for the other
+    // partial softmax sums of part `split` of a row's tokens; part n_split has the search's estimate for the other
     // clusters
-    float * part_of(int head, int span, int query) const {
-        return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
+    float * part_of(int head, int split, int query) const {
+        return work.parts.data() + ((size_t) (head*(n_split + 1) + split)*n_query + query)*(2 + n_value);
     }
 
     // read the tokens of a part of a row in batches; call done(n) after each batch of n tokens
     template <typename F>
-    void read_part(int head, int span, F && done);
+    void read_part(int head, int split, F && done);
 
     void clear(float * part) const;
-    void read(int head, const token_range & range, int64_t begin, int n, int at);
-    void add_center(int head, const token_range & range, int64_t begin, int n, const float * queries, float * to);
-    void add(int head, int span, int n);
-    void add_few(int head, int span, int n);
-    void add_values(int head, float * to);
+    void read(int head, const token_range & range, int64_t begin, int n, int i_batch);
+    void add_center(int head, const token_range & range, int64_t begin, int n, const float * queries, float * out);
+    void add(int head, int split, int n);
+    void add_few(int head, int split, int n);
+    void add_values(int head, float * sums);
 };
 
 } // namespace kvtool

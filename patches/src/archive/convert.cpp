@@ -38,20 +38,20 @@ static const std::array<uint8_t, 256> & iq4_nl_codes() {
 // product of the stored and the given numbers equals the product of the given numbers with themselves.
 static void to_iq4_nl(const float * x, uint8_t * y, int64_t n) {
     // multiples of the scale that the number with the largest absolute value becomes
-    static constexpr float tried[] = { -127, 113, -140, 100 };
+    static constexpr float multiples[] = { -127, 113, -140, 100 };
 
     const auto & codes = iq4_nl_codes();
     for (int64_t g = 0; g < n/n_group; ++g, x += n_group, y += sizeof(ggml_fp16_t) + n_group/2) {
-        const float most = *std::max_element(x, x + n_group, [](float a, float b) { return std::abs(a) < std::abs(b); });
+        const float largest = *std::max_element(x, x + n_group, [](float a, float b) { return std::abs(a) < std::abs(b); });
 
         float   best = 0.0f, scale = 0.0f;
         uint8_t chosen[n_group] = {};
-        for (int t = 0; t < 4 && most != 0.0f; ++t) {
-            const float by = tried[t]/most;
+        for (int t = 0; t < 4 && largest != 0.0f; ++t) {
+            const float inverse = multiples[t]/largest;
             uint8_t code[n_group];
             float xx = 0.0f, xy = 0.0f, yy = 0.0f;
             for (int i = 0; i < n_group; ++i) {
-                code[i] = codes[std::clamp((int) std::lrint(x[i]*by), -128, 127) + 128];
+                code[i] = codes[std::clamp((int) std::lrint(x[i]*inverse), -128, 127) + 128];
                 const float number = iq4_nl_numbers[code[i]];
                 xx += x[i]*x[i];
                 xy += number*x[i];
@@ -174,10 +174,10 @@ void to_half(ggml_type type, const void * x, ggml_fp16_t * y, int64_t n) {
     to_half(f.data(), y, n);
 }
 
-void transpose(const uint8_t * from, uint8_t * to, int64_t n_row, int64_t n_column, size_t one) {
-    for (int64_t a = 0; a < n_row; ++a) {
-        for (int64_t b = 0; b < n_column; ++b) {
-            memcpy(to + (b*n_row + a)*one, from + (a*n_column + b)*one, one);
+void transpose(const uint8_t * src, uint8_t * dst, int64_t n_row, int64_t n_column, size_t size) {
+    for (int64_t r = 0; r < n_row; ++r) {
+        for (int64_t c = 0; c < n_column; ++c) {
+            memcpy(dst + (c*n_row + r)*size, src + (r*n_column + c)*size, size);
         }
     }
 }

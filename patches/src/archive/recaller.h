@@ -16,8 +16,8 @@ class staging;
 
 // data for the recall of one layer
 struct recalled_layer {
-    recaller * all;
-    size_t     i;
+    kvtool::recaller * recaller;
+    size_t             i;
 
     // data of the newest graph
     logit_params logits;
@@ -50,7 +50,7 @@ public:
 
     // Copy these cells of all rows to the archive. If memory is short, throws out_of_space and leaves the archive unchanged.
     // staging: if not null, it copies the cells later if it can
-    void push(const gatherer & gather, const leaving & some, int n_thread, staging * staging);
+    void push(const gatherer & gather, const evicted_tokens & evicted, int n_thread, staging * staging);
 
     // see llama_kvtool_rewind; no graph that uses these layers may be running
     void rewind(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
@@ -71,10 +71,10 @@ public:
     int32_t n_traced = 0;
 
     // true if the next step runs a separate search for each of its tokens; ignored while tokens are traced
-    bool is_apart = false;
+    bool is_separate = false;
 
     archive        tokens;
-    attention_work attending;
+    attention_work work;
 
     std::vector<recalled_layer> recalled; // one per layer
 };

@@ -36,14 +36,14 @@ public:
 
     // Keys and values that have to be written to cells of a layer
     struct cells {
-        std::vector<int64_t> at; // cell*n_head + head
+        std::vector<int64_t> dst_rows; // cell*n_head + head
 
         // Keys [cell][n_embd_k] and values [cell][n_embd_v]. The vectors never become shorter, so that collecting cells
         // again and again allocates no memory
         std::vector<float> keys;
         std::vector<float> values;
 
-        void clear() { at.clear(); }
+        void clear() { dst_rows.clear(); }
     };
 
     // Call this before `update` of the layers. rot: position that the next query is rotated to. If it is the same as in
@@ -81,17 +81,17 @@ private:
 
     std::vector<std::vector<resident_row>> rows; // [layer][head]
 
-    void update_sets (resident_row & r, size_t layer, int head, cells & out);
-    void update_means(resident_row & r, size_t layer, int head, cells & out);
-    void update_tail (resident_row & r, size_t layer, int head, cells & out);
-    void update_slots(resident_row & r, size_t layer, int head, cells & out);
+    void update_sets  (resident_row & resident, size_t layer, int head, cells & out);
+    void update_means (resident_row & resident, size_t layer, int head, cells & out);
+    void update_tail  (resident_row & resident, size_t layer, int head, cells & out);
+    void update_tokens(resident_row & resident, size_t layer, int head, cells & out);
 
-    void put_mean (size_t layer, int head, const means & all, size_t place, const bearing & to, int cell, cells & out) const;
-    void put_token(size_t layer, int head, int64_t i, int64_t place, bool is_far, int cell, cells & out) const;
+    void put_mean (size_t layer, int head, const means & means, size_t i_mean, const key_origin & origin, int cell, cells & out) const;
+    void put_token(size_t layer, int head, int64_t i, int64_t slot, bool is_far, int cell, cells & out) const;
 
     // maximum number of cells per update. It limits the memory, because keys and values are stored as floats
-    static constexpr size_t n_most = 1024;
-    static bool is_full(const cells & out) { return out.at.size() >= n_most; }
+    static constexpr size_t n_max = 1024;
+    static bool is_full(const cells & out) { return out.dst_rows.size() >= n_max; }
 };
 
 } // namespace kvtool

@@ -33,50 +33,50 @@ void archive::cut(int64_t end, int64_t next) {
 }
 
 // copy the tokens first .. first + n - 1 of a layer to its cells, from cell `cell` on
-static void fill_cells(const archive & all, size_t i, const layer & own, bool v_trans, int32_t cell, int32_t n, int64_t first, int64_t base) {
-    const auto & l = all[i];
+static void fill_cells(const archive & tokens, size_t i, const layer & cached, bool v_trans, int32_t cell, int32_t n, int64_t first, int64_t base) {
+    const auto & l = tokens[i];
 
     const int64_t n_embd_k = l.n_head*l.n_embd_k;
     const int64_t n_embd_v = l.n_head*l.n_embd_v;
 
     std::vector<float>   x(std::max(n_embd_k, n_embd_v));
-    std::vector<uint8_t> raw(own.k->nb[1]*n);
+    std::vector<uint8_t> raw(cached.k->nb[1]*n);
 
     for (int32_t j = 0; j < n; ++j) {
         const int64_t t = first + j;
         for (int head = 0; head < l.n_head; ++head) {
             float * key = x.data() + head*l.n_embd_k;
-            all.key(i, head, t, all.place_of(i, head, t), key);
-            if (const int64_t delta = all.base_of(t) - base) {
-                all.rotations_of(i).rotate(key, delta);
+            tokens.key(i, head, t, tokens.slot_of(i, head, t), key);
+            if (const int64_t delta = tokens.base_of(t) - base) {
+                tokens.rotations_of(i).rotate(key, delta);
             }
         }
-        from_float(own.k->type, x.data(), raw.data() + j*own.k->nb[1], n_embd_k);
+        from_float(cached.k->type, x.data(), raw.data() + j*cached.k->nb[1], n_embd_k);
     }
-    ggml_backend_tensor_set(own.k, raw.data(), cell*own.k->nb[1], raw.size());
+    ggml_backend_tensor_set(cached.k, raw.data(), cell*cached.k->nb[1], raw.size());
 
-    if (!own.v) {
+    if (!cached.v) {
         return;
     }
     // A transposed cache stores the first element of all cells, then the second element of all cells, and so on. The
     // values are therefore transposed before they are written
-    const size_t one    = v_trans ? ggml_type_size(own.v->type) : 0;
-    const size_t stride = v_trans ? one*n_embd_v : own.v->nb[1];
+    const size_t size   = v_trans ? ggml_type_size(cached.v->type) : 0; // bytes of an element
+    const size_t stride = v_trans ? size*n_embd_v : cached.v->nb[1];
 
     raw.resize(stride*n);
     for (int32_t j = 0; j < n; ++j) {
         for (int head = 0; head < l.n_head; ++head) {
-            l.values(head, all.place_of(i, head, first + j), 1, x.data() + head*l.n_embd_v);
+            l.values(head, tokens.slot_of(i, head, first + j), 1, x.data() + head*l.n_embd_v);
         }
-        from_float(own.v->type, x.data(), raw.data() + j*stride, n_embd_v);
+        from_float(cached.v->type, x.data(), raw.data() + j*stride, n_embd_v);
     }
     if (!v_trans) {
-        ggml_backend_tensor_set(own.v, raw.data(), cell*stride, raw.size());
+        ggml_backend_tensor_set(cached.v, raw.data(), cell*stride, raw.size());
         return;
     }
-    std::vector<uint8_t> rotated(raw.size());
-    transpose(raw.data(), rotated.data(), n, n_embd_v, one);
-    ggml_backend_tensor_set_2d(own.v, rotated.data(), cell*one, one*n, n_embd_v, one*own.k->ne[1], one*n);
+    std::vector<uint8_t> transposed(raw.size());
+    transpose(raw.data(), transposed.data(), n, n_embd_v, size);
+    ggml_backend_tensor_set_2d(cached.v, transposed.data(), cell*size, size*n, n_embd_v, size*cached.k->ne[1], size*n);
 }
 
 void recaller::rewind(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {

@@ -21,9 +21,9 @@ struct logit_params {
 
 // consecutively stored tokens of a row, within one block
 struct token_range {
-    int64_t begin; // place of the first token
+    int64_t begin; // slot of the first token
     int     n;
-    int     way; // index of the query rotation that these tokens need
+    int     i_rotation; // index of the query rotation that these tokens need
 
     bool                 is_far;
     const sealed_block * sealed; // null if the block is not clustered
@@ -31,19 +31,19 @@ struct token_range {
 
 // search results of one row, shared by the threads of a layer
 struct searched_row {
-    // The row's queries, once for each way (rotation of the queries).
-    std::vector<float> rotated;  // Rotated queries: [way][query][n_embd_k].
-    std::vector<float> columns; // Only for many queries: `rotated`, transposed to [way][n_embd_k][columns(n_query)].
+    // The row's queries, once for each rotation in search_memory::deltas.
+    std::vector<float> rotated; // Rotated queries: [rotation][query][n_embd_k].
+    std::vector<float> columns; // Only for many queries: `rotated`, transposed to [rotation][n_embd_k][columns(n_query)].
     std::vector<float> mapped;  // Only for few queries: `rotated`, multiplied by the Hadamard matrix of stored keys.
     byte_columns       bytes;   // Only if search::has_bytes: `mapped` (or `rotated` if there is no matrix) in 8 bits.
 
-    std::vector<token_range> looked; // tokens that are attended to exactly
-    int64_t                  n_looked = 0;
+    std::vector<token_range> exact; // tokens that are attended to exactly
+    int64_t                  n_exact_token = 0;
 };
 
 // results of search::rank
 struct ranking {
-    std::vector<size_t> places; // places of the clusters in their row
+    std::vector<size_t> clusters; // indices of the clusters in their row
 
     // [query][cluster]: attention to each cluster, without the part that the cluster's mean represents
     std::vector<float> missing;
@@ -66,43 +66,44 @@ private:
 };
 
 struct search_memory {
-    std::vector<int64_t> ways; // Rotations of the queries, as numbers of positions. A way is an index in this list.
+    std::vector<int64_t> deltas; // rotations of the queries, as numbers of positions; i_rotation is an index in this list
 
     // consecutive clusters, or sets of clusters, whose keys have the same rotation
     struct run {
-        const means * all;
+        const kvtool::means * means;
 
-        size_t place; // place of the first cluster or set
+        size_t first; // index of the first cluster or set
         int    n;
-        int    way;
+        int    i_rotation;
         bool   is_set;
     };
 
     std::vector<run> runs;
 
-    // Arrays over the items: the clusters and sets of all runs, one run after the other. x and ranks have a list of
-    // items for each query: the entries of query q begin at q*n_room. An entry is first a logit, later an exponential.
-    // x has the logits of the mean keys. `ranks` has the same logits plus a term that grows with the spread of the keys
-    std::vector<float>   x;
-    std::vector<float>   ranks;
-    std::vector<float>   logs;
-    std::vector<float>   inverse; // 1/number of tokens
-    std::vector<float>   score;
-    std::vector<int32_t> size;
+    // Arrays over the items: the clusters and sets of all runs, one run after the other. mean_logits and spread_logits
+    // have a list of items for each query: the entries of query q begin at q*item_stride. An entry is first a logit,
+    // later an exponential. mean_logits has the logits of the mean keys. spread_logits has the same logits plus a term
+    // that grows with the spread of the keys
+    std::vector<float>   mean_logits;
+    std::vector<float>   spread_logits;
+    std::vector<float>   size_logs;
+    std::vector<float>   inverse_sizes; // 1/number of tokens
+    std::vector<float>   scores;
+    std::vector<int32_t> sizes;
     std::vector<uint8_t> chosen;
 
-    std::vector<int>          looked; // Indices of the items whose tokens are attended to exactly.
-    std::vector<weighted_row> some;   // Mean values that are added to the estimate, with their weights.
+    std::vector<int>          exact_items;  // Indices of the items whose tokens are attended to exactly.
+    std::vector<weighted_row> added_values; // Mean values that are added to the estimate, with their weights.
 
-    // only for many queries: the mean values of `some` as floats, [value][columns(n_embd_v)]
+    // only for many queries: the mean values of added_values as floats, [value][columns(n_embd_v)]
     std::vector<float> values;
 
-    // Exponentials of `ranks`. Later, only for many queries: weights of the mean values of `some`, [query][value]
-    std::vector<float> powers;
+    // Exponentials of spread_logits. Later, only for many queries: weights of added_values, [query][value]
+    std::vector<float> exps;
 
-    std::vector<byte_query> small; // rotated queries in 8 bits, which are multiplied with mean keys: [way][query]
+    std::vector<byte_query> byte_queries; // rotated queries in 8 bits, which are multiplied with mean keys: [rotation][query]
 
-    std::vector<float> variances; // variance of a rotated query's logits over keys with the spread 1: [way][query]
+    std::vector<float> variances; // variance of a rotated query's logits over keys with the spread 1: [rotation][query]
 };
 
 // one thread's search in one layer, for the queries of a step
@@ -110,47 +111,47 @@ class search : used_again<search_memory> {
 public:
     // rot: position that the first query is rotated to. n_exact: number of clustered tokens that are attended to
     // exactly, in addition to all tokens without clusters. If n_exact is 0, all tokens are attended to exactly
-    search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
+    search(const archive & tokens, size_t i_layer, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
 
     // Choose the tokens that a row attends to exactly. queries: [n_query][n_embd_k]. The remaining clusters are added
     // up as if each of their tokens had the mean key and the mean value. The result of each query is written to
     // `estimate + query*stride`: the maximum logit, the sum of the exponentials relative to this maximum, and the sum
     // of the values weighted by these exponentials
-    void find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride);
+    void find(int head, const float * queries, searched_row & searched, float * estimate, int64_t stride);
 
     // Estimate the attention to a row's clusters with their mean keys and spreads. In a long archive, only the clusters
     // of the best sets are in the result. These sets have n or more tokens together.
     // queries: [n_query][n_embd_k].
     // live: [n_query], logarithm of each query's softmax sum over the live cells
-    void rank(int head, const float * queries, const float * live, int64_t n, searched_row & row, ranking & out);
+    void rank(int head, const float * queries, const float * live, int64_t n, searched_row & searched, ranking & out);
 
     // true if a row's queries are also needed in 8 bits
     bool has_bytes() const { return is_few && n_exact > 0 && can_multiply_bytes(l.type_k, l.n_embd_k); }
 
     // number of positions by which the key of a token in a range is rotated before it is multiplied with the range's
     // queries
-    int64_t rotation_of(const token_range & range, int64_t place) const {
-        const int64_t i = pos_of(range, place);
+    int64_t rotation_of(const token_range & range, int64_t slot) const {
+        const int64_t i = pos_of(range, slot);
         if (range.sealed) {
-            return all.rotation_to(range.sealed->to, i);
+            return tokens.rotation_to(range.sealed->origin, i);
         }
-        return range.is_far ? all.base_of(i) - i : 0;
+        return range.is_far ? tokens.base_of(i) - i : 0;
     }
 
-    // position of the token at a place of a range
-    int64_t pos_of(const token_range & range, int64_t place) const {
-        return range.sealed ? place - place % l.n_block + range.sealed->order[place % l.n_block] : place;
+    // position of the token in a slot of a range
+    int64_t pos_of(const token_range & range, int64_t slot) const {
+        return range.sealed ? slot - slot % l.n_block + range.sealed->order[slot % l.n_block] : slot;
     }
 
     // number of positions by which the key of a token is rotated, so that it gets the right distance from the first
     // query
-    int64_t rotation_back(const token_range & range, int64_t i) const { return all.rotation_back(i, range.is_far, rot); }
+    int64_t rotation_back(const token_range & range, int64_t i) const { return tokens.rotation_back(i, range.is_far, rot); }
 
 private:
-    const archive        & all;
+    const archive        & tokens;
     const size_t           i_layer;
     const archived_layer & l;
-    const rotations          & rope;
+    const rotations      & rope;
 
     const int64_t      rot; // position that the first query is rotated to
     const int          n_query;
@@ -158,20 +159,20 @@ private:
     const logit_params logits;
     const int64_t      n_exact;
 
-    size_t n_item = 0;
-    size_t n_room = 0;
+    size_t n_item      = 0;
+    size_t item_stride = 0;
 
-    int  way_of(int64_t delta);
-    void add_run(const means & some, size_t place, int n, int way, bool is_set);
-    void multiply_runs(size_t first, size_t item);
-    void set_scores(std::vector<float> & powers);
+    int  rotation_index(int64_t delta);
+    void add_run(const means & means, size_t first, int n, int i_rotation, bool is_set);
+    void multiply_runs(size_t first_run, size_t item);
+    void set_scores(std::vector<float> & exps);
 
-    void rotate(const float * queries, searched_row & row);
-    size_t multiply_clusters(const row_clusters & own, const float * queries, int64_t n, searched_row & row);
-    void pick_sets(const row_clusters & own, size_t n_sets, int64_t n);
-    void look_into_unsealed(int head, searched_row & row);
-    void look_into_clusters(const row_clusters & own, searched_row & row);
-    void estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride);
+    void rotate(const float * queries, searched_row & searched);
+    size_t multiply_clusters(const row_clusters & row, const float * queries, int64_t n, searched_row & searched);
+    void expand_sets(const row_clusters & row, size_t n_sets, int64_t n);
+    void add_unsealed(int head, searched_row & searched);
+    void add_clusters(const row_clusters & row, searched_row & searched);
+    void estimate_others(const std::vector<softmax_part> & parts, float * estimate, int64_t stride);
 };
 
 } // namespace kvtool

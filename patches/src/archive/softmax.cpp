@@ -55,15 +55,15 @@ static inline KVTOOL_INLINE void power_of_2(F & f) {
 }
 
 // maximum of x[end]; end is a multiple of n_wide
-static inline KVTOOL_INLINE float most_of(const float * x, int end) {
+static inline KVTOOL_INLINE float max_of(const float * x, int end) {
     floats f;
-    floats most = floats {} - INFINITY;
+    floats max = floats {} - INFINITY;
     for (int i = 0; i < end; i += n_wide) {
         memcpy(&f, x + i, sizeof(f));
-        most = f > most ? f : most;
+        max = f > max ? f : max;
     }
     float lane[n_wide];
-    memcpy(lane, &most, sizeof(most));
+    memcpy(lane, &max, sizeof(max));
     return *std::max_element(lane, lane + n_wide);
 }
 
@@ -71,14 +71,14 @@ static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float
     const int end = (n + n_wide - 1)/n_wide*n_wide;
     std::fill(x + n, x + end, -INFINITY);
 
-    const float top = most_of(x, end);
+    const float max = max_of(x, end);
 
     floats f;
     floats sum = {};
     for (int i = 0; i < end; i += n_wide) {
         memcpy(&f, x + i, sizeof(f));
 
-        f = (f - top)*(scale*1.44269504f);
+        f = (f - max)*(scale*1.44269504f);
         power_of_2<floats, ints>(f);
 
         memcpy(e + i, &f, sizeof(f));
@@ -87,24 +87,24 @@ static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float
     float lane[n_wide];
     memcpy(lane, &sum, sizeof(sum));
 
-    return { scale*top, std::accumulate(lane, lane + n_wide, 0.0f) };
+    return { scale*max, std::accumulate(lane, lane + n_wide, 0.0f) };
 }
 
-static inline KVTOOL_INLINE softmax_part exponential_differences_of(float * x, float * less, int n, float * e) {
+static inline KVTOOL_INLINE softmax_part exponential_differences_of(float * x, float * lower, int n, float * e) {
     const int end = (n + n_wide - 1)/n_wide*n_wide;
-    std::fill(x    + n, x    + end, -INFINITY);
-    std::fill(less + n, less + end, -INFINITY);
+    std::fill(x     + n, x     + end, -INFINITY);
+    std::fill(lower + n, lower + end, -INFINITY);
 
-    const float top = most_of(x, end);
+    const float max = max_of(x, end);
 
     floats f, g;
     floats sum = {};
     for (int i = 0; i < end; i += n_wide) {
-        memcpy(&f, x    + i, sizeof(f));
-        memcpy(&g, less + i, sizeof(g));
+        memcpy(&f, x     + i, sizeof(f));
+        memcpy(&g, lower + i, sizeof(g));
 
-        f = (f - top)*1.44269504f;
-        g = (g - top)*1.44269504f;
+        f = (f - max)*1.44269504f;
+        g = (g - max)*1.44269504f;
         power_of_2<floats, ints>(f);
         power_of_2<floats, ints>(g);
 
@@ -115,10 +115,10 @@ static inline KVTOOL_INLINE softmax_part exponential_differences_of(float * x, f
     float lane[n_wide];
     memcpy(lane, &sum, sizeof(sum));
 
-    return { top, std::accumulate(lane, lane + n_wide, 0.0f) };
+    return { max, std::accumulate(lane, lane + n_wide, 0.0f) };
 }
 
-static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
+static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_column, float scale, float * max, float * factor, float * sum) {
     for (int q = 0; q < n_column; q += n_narrow) {
         few_floats f, top = few_floats {} - INFINITY;
         for (int i = 0; i < n; ++i) {
@@ -129,13 +129,13 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
         float lane[n_narrow];
         memcpy(lane, &top, sizeof(top));
         for (int j = 0; j < n_narrow; ++j) {
-            const float higher = std::max(most[q + j], scale*lane[j]);
-            factor[q + j] = most[q + j] > -INFINITY ? std::exp(most[q + j] - higher) : 0.0f;
-            most[q + j]   = higher;
+            const float higher = std::max(max[q + j], scale*lane[j]);
+            factor[q + j] = max[q + j] > -INFINITY ? std::exp(max[q + j] - higher) : 0.0f;
+            max[q + j]    = higher;
         }
-        memcpy(&top, most + q, sizeof(top));
+        memcpy(&top, max + q, sizeof(top));
 
-        few_floats all = {};
+        few_floats sums = {};
         for (int i = 0; i < n; ++i) {
             memcpy(&f, x + i*n_column + q, sizeof(f));
             f = f*scale - top;
@@ -146,13 +146,13 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
             f = (f < 0.0f ? f : few_floats {})*1.44269504f;
             power_of_2<few_floats, few_ints>(f);
             memcpy(x + i*n_column + q, &f, sizeof(f));
-            all = all + f;
+            sums = sums + f;
         }
-        memcpy(sum + q, &all, sizeof(all));
+        memcpy(sum + q, &sums, sizeof(sums));
     }
 }
 
-static inline KVTOOL_INLINE float keep_above_of(float * x, int n, float least) {
+static inline KVTOOL_INLINE float keep_above_of(float * x, int n, float threshold) {
     const int end = (n + n_wide - 1)/n_wide*n_wide;
     std::fill(x + n, x + end, 0.0f);
 
@@ -160,7 +160,7 @@ static inline KVTOOL_INLINE float keep_above_of(float * x, int n, float least) {
     for (int i = 0; i < end; i += n_wide) {
         floats f;
         memcpy(&f, x + i, sizeof(f));
-        f = f > least ? f : floats {};
+        f = f > threshold ? f : floats {};
         memcpy(x + i, &f, sizeof(f));
         sum = sum + f;
     }
@@ -179,16 +179,16 @@ softmax_part exponentials(float * x, int n, float scale, float * e) {
     return vectorized([&]() KVTOOL_INLINE { return exponentials_of(x, n, scale, e); });
 }
 
-softmax_part exponential_differences(float * x, float * less, int n, float * e) {
-    return vectorized([&]() KVTOOL_INLINE { return exponential_differences_of(x, less, n, e); });
+softmax_part exponential_differences(float * x, float * lower, int n, float * e) {
+    return vectorized([&]() KVTOOL_INLINE { return exponential_differences_of(x, lower, n, e); });
 }
 
-void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
-    vectorized([&]() KVTOOL_INLINE { exponential_columns_of(x, n, n_column, scale, most, factor, sum); });
+void exponential_columns(float * x, int n, int n_column, float scale, float * max, float * factor, float * sum) {
+    vectorized([&]() KVTOOL_INLINE { exponential_columns_of(x, n, n_column, scale, max, factor, sum); });
 }
 
-float keep_above(float * x, int n, float least) {
-    return vectorized([&]() KVTOOL_INLINE { return keep_above_of(x, n, least); });
+float keep_above(float * x, int n, float threshold) {
+    return vectorized([&]() KVTOOL_INLINE { return keep_above_of(x, n, threshold); });
 }
 
 void add(float * y, const float * x, int n, float w) {

@@ -14,7 +14,7 @@ namespace kvtool {
 
 // Maximum number of copying threads. One thread reads host memory more slowly than a device receives it. Eight threads
 // are fast enough for PCIe 5.0.
-static constexpr unsigned n_most_copiers = 8;
+static constexpr unsigned n_max_copiers = 8;
 
 // For every four threads of the context, one thread computes clusters. More threads would take processor time from the
 // thread that starts the device's work. Fewer threads could not keep up with a device.
@@ -51,24 +51,24 @@ static out_of_space no_device_memory(size_t n_bytes) {
     return out_of_space("a device has no " + std::to_string(n_bytes >> 20) + " MiB for archived tokens");
 }
 
-static bool lie_apart(const std::vector<layer> & layers) {
+static bool lie_on_devices(const std::vector<layer> & layers) {
     return std::none_of(layers.begin(), layers.end(), [](const layer & l) {
         return ggml_backend_buffer_is_host(l.k->buffer) || ggml_backend_buffer_is_host(l.v->buffer);
     });
 }
 
 staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread)
-    : tokens(tokens), layers(layers), n_room(n_token), is_apart(!v_trans && lie_apart(layers))
-    , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_most_copiers))
+    : tokens(tokens), layers(layers), n_staged(n_token), has_device_cells(!v_trans && lie_on_devices(layers))
+    , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_max_copiers))
     , sealers(tokens.has_clusters() ? std::max(n_thread/n_sealer_part, 1) : 0) {
     // for each device: bytes per token of the device's largest layer
-    std::map<ggml_backend_buffer_type_t, size_t> most;
+    std::map<ggml_backend_buffer_type_t, size_t> max_token_bytes;
     for (size_t i = 0; i < layers.size(); ++i) {
-        size_t & n_bytes = most[ggml_backend_buffer_get_type(layers[i].k->buffer)];
+        size_t & n_bytes = max_token_bytes[ggml_backend_buffer_get_type(layers[i].k->buffer)];
         n_bytes = std::max(n_bytes, tokens[i].token_bytes());
     }
 
-    for (const auto & [buft, token_bytes] : most) {
+    for (const auto & [buft, token_bytes] : max_token_bytes) {
         auto & d = devices[buft];
 
         d.is_split = std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device_of(buft))), "Vulkan") == 0;
@@ -99,14 +99,14 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
                 throw std::runtime_error("a device gives no queue for copies");
             }
             for (size_t j = 0; j < n_bounce && host; ++j) {
-                bounce one;
-                one.buffer.reset(ggml_backend_buft_alloc_buffer(host, token_bytes*n_block));
-                one.done  .reset(ggml_backend_event_new(dev));
-                if (!one.buffer || !one.done) {
+                bounce b;
+                b.buffer.reset(ggml_backend_buft_alloc_buffer(host, token_bytes*n_block));
+                b.done  .reset(ggml_backend_event_new(dev));
+                if (!b.buffer || !b.done) {
                     q.bounces.clear();
                     break;
                 }
-                q.bounces.push_back(std::move(one));
+                q.bounces.push_back(std::move(b));
             }
             d.queues.push_back(std::move(q));
         }
@@ -132,10 +132,10 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
         const size_t offset_v = d.is_split ? GGML_PAD(l.size_k*n_token*l.n_head, n_padding) : l.size_k;
 
         staged_layer s;
-        s.home  = &d;
-        s.bytes = bytes;
-        s.k     = rows(l.n_embd_k, l.type_k, 0);
-        s.v     = rows(l.n_embd_v, l.type_v, offset_v);
+        s.device = &d;
+        s.bytes  = bytes;
+        s.k      = rows(l.n_embd_k, l.type_k, 0);
+        s.v      = rows(l.n_embd_v, l.type_v, offset_v);
         if (d.is_split) {
             s.parts = { { 0, l.size_k, 0 }, { l.size_k, l.size_v, offset_v } };
         } else {
@@ -154,8 +154,8 @@ staging::~staging() {
 
 int64_t staging::bytes() const {
     int64_t res = 0;
-    for (const auto & each : devices) {
-        res += 2*ggml_backend_buffer_get_size(each.second.buffers[0].get());
+    for (const auto & entry : devices) {
+        res += 2*ggml_backend_buffer_get_size(entry.second.buffers[0].get());
     }
     return res;
 }
@@ -184,35 +184,35 @@ void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
     }
 }
 
-bool staging::reach(ggml_tensor * node, bool ask, void * self) {
-    auto & own = *(staging *) self;
+bool staging::reach(ggml_tensor * node, bool ask, void * userdata) {
+    auto & self = *(staging *) userdata;
 
-    const mark * at      = own.n_reached < own.marks.size() ? &own.marks[own.n_reached] : nullptr;
-    const bool   is_mark = at && (node == at->keys || node == at->values);
+    const staging::mark * mark = self.n_reached < self.marks.size() ? &self.marks[self.n_reached] : nullptr;
+    const bool is_mark = mark && (node == mark->keys || node == mark->values);
     if (ask || !is_mark) {
         return is_mark || !ask;
     }
 
-    const size_t layer = at->layer;
-    if (const auto why = own.copiers.wait(own.arriving); !why.empty()) {
+    const size_t layer = mark->layer;
+    if (const auto why = self.copiers.wait(self.arriving); !why.empty()) {
         GGML_LOG_ERROR("%s\n", why.c_str());
         // ggml ends only the current split of the graph, and still reports success
-        own.failed = why;
+        self.failed = why;
         return false;
     }
-    own.is_half_reached = !own.is_half_reached;
-    if (own.is_half_reached) {
+    self.is_half_reached = !self.is_half_reached;
+    if (self.is_half_reached) {
         return true;
     }
-    own.staged[layer].is_stored = true;
+    self.staged[layer].is_stored = true;
 
-    if (own.is_last(layer)) {
-        own.fetch(layer);
-        own.seal(layer);
+    if (self.is_last(layer)) {
+        self.fetch(layer);
+        self.seal(layer);
     }
-    if (++own.n_reached < own.marks.size()) {
+    if (++self.n_reached < self.marks.size()) {
         // the previous layer has been computed, so its buffer is free
-        own.copy(own.marks[own.n_reached].layer);
+        self.copy(self.marks[self.n_reached].layer);
     }
     return true;
 }
@@ -223,16 +223,16 @@ bool staging::is_last(size_t layer) const {
 }
 
 void staging::copy(size_t layer) {
-    next = store::n_slab(tokens.begin(), tokens.end()) - 1;
+    next_block = store::n_slab(tokens.begin(), tokens.end()) - 1;
 
     for (size_t t = 0; t < copiers.size(); ++t) {
         copiers.add(arriving, [this, layer](size_t thread) {
             // Copy the newest block first, because it takes longest: tokens that were pushed before this step must
             // first be stored in the archive
-            for (int64_t block; (block = next--) >= 0;) {
+            for (int64_t block; (block = next_block--) >= 0;) {
                 copy_block(thread, layer, block);
             }
-            ggml_backend_synchronize(staged[layer].home->queues[thread].backend.get());
+            ggml_backend_synchronize(staged[layer].device->queues[thread].backend.get());
         });
     }
 }
@@ -249,7 +249,7 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
         store(layer, begin, end);
     }
 
-    auto & q = s.home->queues[thread];
+    auto & q = s.device->queues[thread];
 
     bounce * b = q.bounces.empty() ? nullptr : &q.bounces[q.next++ % q.bounces.size()];
     if (b && b->is_used) {
@@ -258,14 +258,14 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     // Collect the block's tokens in `memory`, part by part and head after head, before they are copied to the device.
     // `memory` is a pinned buffer, or ordinary memory if the device has no pinned buffers. `memory` is null if there
     // are no pinned buffers and tokens have a single part: the tokens are then copied directly from the archive
-    std::vector<uint8_t> own(b || s.parts.size() == 1 ? 0 : (end - begin)*l.token_bytes());
-    uint8_t * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : own.empty() ? nullptr : own.data();
+    std::vector<uint8_t> unpinned(b || s.parts.size() == 1 ? 0 : (end - begin)*l.token_bytes());
+    uint8_t * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : unpinned.empty() ? nullptr : unpinned.data();
 
-    for (const auto & [from, size, to] : s.parts) {
+    for (const auto & [src_offset, size, dst_offset] : s.parts) {
         const size_t n_bytes = (end - begin)*size; // bytes of this part for the tokens of one head
-        const size_t offset  = to + (n_live + begin - tokens.begin())*size;
+        const size_t offset  = dst_offset + (n_live + begin - tokens.begin())*size;
 
-        const uint8_t * data   = l.raw_key(0, begin) + from;
+        const uint8_t * data   = l.raw_key(0, begin) + src_offset;
         size_t          stride = n_block*l.size;
         if (memory) {
             // Number of tokens per memcpy. The tokens of a head are consecutive in the archive, so whole tokens can be
@@ -273,7 +273,7 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
             const int64_t n = size == l.size ? end - begin : 1;
             for (int head = 0; head < l.n_head; ++head) {
                 for (int64_t i = begin; i < end; i += n) {
-                    std::memcpy(memory + head*n_bytes + (i - begin)*size, l.raw_key(head, i) + from, n*size);
+                    std::memcpy(memory + head*n_bytes + (i - begin)*size, l.raw_key(head, i) + src_offset, n*size);
                 }
             }
             data    = memory;
@@ -281,9 +281,9 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
             memory += n_bytes*l.n_head;
         }
         if (b) {
-            ggml_backend_tensor_set_2d_async(q.backend.get(), s.bytes, data, offset, n_bytes, l.n_head, n_room*size, stride);
+            ggml_backend_tensor_set_2d_async(q.backend.get(), s.bytes, data, offset, n_bytes, l.n_head, n_staged*size, stride);
         } else {
-            ggml_backend_tensor_set_2d(s.bytes, data, offset, n_bytes, l.n_head, n_room*size, stride);
+            ggml_backend_tensor_set_2d(s.bytes, data, offset, n_bytes, l.n_head, n_staged*size, stride);
         }
     }
     if (b) {
@@ -304,13 +304,13 @@ void staging::seal(size_t layer) {
 
 // copy all cells of a layer to the host
 void staging::fetch(size_t layer) {
-    if (!is_apart) {
+    if (!has_device_cells) {
         return;
     }
     copiers.add(fetching, [this, layer](size_t thread) {
         auto & s = staged[layer];
 
-        const auto backend = s.home->queues[thread].backend.get();
+        const auto backend = s.device->queues[thread].backend.get();
 
         const auto get = [&](const ggml_tensor * t, std::vector<uint8_t> & out) {
             out.resize(ggml_nbytes(t));
@@ -358,9 +358,9 @@ void staging::settle() {
     }
 }
 
-bool staging::push(const leaving & some) {
+bool staging::push(const evicted_tokens & evicted) {
     settle();
-    if (!is_apart) {
+    if (!has_device_cells) {
         return false;
     }
 
@@ -373,16 +373,16 @@ bool staging::push(const leaving & some) {
         throw std::runtime_error(why);
     }
 
-    tokens.reserve(some);
-    const int64_t first = tokens.start(some);
+    tokens.reserve(evicted);
+    const int64_t first = tokens.start(evicted);
 
-    cells.assign(some.cells, some.cells + some.n_cell);
-    cells_pos = some.pos_0;
+    cells.assign(evicted.cells, evicted.cells + evicted.n_cell);
+    cells_pos = evicted.pos_0;
     for (auto & s : staged) {
         s.is_stored = false;
     }
 
-    tokens.finish(some, first, 1);
+    tokens.finish(evicted, first, 1);
     return true;
 }
 

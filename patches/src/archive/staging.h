@@ -42,7 +42,7 @@ public:
     int key_map  (size_t i) const { return tokens[i].n_map_k; }
     int value_map(size_t i) const { return tokens[i].n_map_v; }
 
-    int64_t n_token() const { return n_room; }
+    int64_t n_token() const { return n_staged; }
 
     // Size of the buffers on devices, in bytes.
     int64_t bytes() const;
@@ -61,12 +61,12 @@ public:
     // Callback of the scheduler for each node of the step's graph, see ggml_backend_sched_set_eval_callback. It stops
     // at marked nodes. There it waits until the layer's archived tokens are copied, and then starts to copy the next
     // layer's tokens.
-    static bool reach(ggml_tensor * node, bool ask, void * self);
+    static bool reach(ggml_tensor * node, bool ask, void * userdata);
 
     // Archive cells of all layers, like recaller::push. But a layer's keys and values are stored only when that layer
     // is next copied to the device. Returns false if the cells are on the host or values are transposed; the caller
     // must then store them.
-    bool push(const leaving & some);
+    bool push(const evicted_tokens & evicted);
 
     // Wait until the archive holds all pushed tokens and no thread uses it. Throws if a copy failed.
     void settle();
@@ -101,19 +101,19 @@ private:
     };
 
     // A part of each archived token that is copied to the device: its key, its value, or both. An archived token is a
-    // key followed by a value. The part has `size` bytes, from byte `from` of the token on. On the device, the parts of
-    // all tokens are rows in the layer's tensor `bytes`: head after head, from byte `to` on.
+    // key followed by a value. The part has `size` bytes, from byte src_offset of the token on. On the device, the parts
+    // of all tokens are rows in the layer's tensor `bytes`: head after head, from byte dst_offset on.
     struct part {
-        size_t from;
+        size_t src_offset;
         size_t size;
-        size_t to;
+        size_t dst_offset;
     };
 
     struct staged_layer {
-        device      * home;
-        ggml_tensor * bytes;
-        ggml_tensor * k;
-        ggml_tensor * v;
+        staging::device * device;
+        ggml_tensor     * bytes;
+        ggml_tensor     * k;
+        ggml_tensor     * v;
 
         std::vector<part> parts;
 
@@ -128,25 +128,26 @@ private:
     archive &                  tokens;
     const std::vector<layer> & layers;
 
-    const int64_t n_room;
+    const int64_t n_staged; // number of rows of each head
+
     // true if the cells lie on devices (not on the host) and values are not transposed
-    const bool    is_apart;
+    const bool has_device_cells;
 
     std::map<ggml_backend_buffer_type_t, device> devices;
     std::vector<staged_layer>                    staged;
 
     // state of the current step
     std::vector<mark> marks;
-    bool is_half_reached = false; // true if only one of a mark's two nodes is computed
-    int64_t           n_live    = 0;
-    size_t            n_reached = 0;
+    bool              is_half_reached = false; // True if only one of a mark's two nodes is computed.
+    int64_t           n_live          = 0;
+    size_t            n_reached       = 0;
     std::string       failed; // Why copies of a step failed. ggml reports success, so `settle` throws this reason.
 
     // cells that were pushed last
     std::vector<int32_t> cells;
     int64_t              cells_pos = 0; // position of the token in the first of these cells
 
-    std::atomic<int64_t> next { 0 }; // next block of the layer to copy
+    std::atomic<int64_t> next_block { 0 }; // next block of the layer to copy
 
     workers::group arriving;
     workers::group fetching;

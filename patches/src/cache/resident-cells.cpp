@@ -170,7 +170,7 @@ void resident_cells::fill(const device & d, const part & p) const {
 
     auto * idx = (int64_t *) (data + p.idx);
     for (int64_t c = 0; c < p.n; ++c) {
-        idx[c] = (int64_t) (l.n_cell - n_region)*l.n_head + cells.at[p.first + c];
+        idx[c] = (int64_t) (l.n_cell - n_region)*l.n_head + cells.dst_rows[p.first + c];
     }
     convert(l.k, cells.keys  .data() + p.first*l.n_embd_k, p.n*l.n_embd_k, data + p.k);
     convert(l.v, cells.values.data() + p.first*l.n_embd_v, p.n*l.n_embd_v, data + p.v);
@@ -231,7 +231,7 @@ bool resident_cells::write(ggml_backend_t backend, device & d) {
 
     for (const size_t i : d.layers) {
         const auto & l = layers[i];
-        const int64_t n_changed = changed_cells[i].at.size();
+        const int64_t n_changed = changed_cells[i].dst_rows.size();
         for (int64_t first = 0, n = 0; first < n_changed; first += n) {
             const size_t n_room = n_upload - std::min(n_used + 3*n_align, n_upload);
 
@@ -347,7 +347,7 @@ void resident_cells::sum_live(size_t layer, int head, const float * queries, int
                 query_logits[c]  = logits.cap > 0.0f ? logits.cap*std::tanh(query_logits[c]/logits.cap) : query_logits[c];
             }
             const auto softmax = exponentials(query_logits, n_copied, 1.0f, query_logits);
-            sums[first + q] = softmax.most + std::log(softmax.sum);
+            sums[first + q] = softmax.max + std::log(softmax.sum);
         }
     }
 }

@@ -91,8 +91,8 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
     if (tokens.size() > 0 && pos_0 != tokens.end()) {
         return fail(format("pos_0 must be %lld, which comes next, got %lld", (long long) tokens.end(), (long long) pos_0));
     }
-    if (pos_0 < 0 || pos_0 > archive::most - n_cell) {
-        return fail(format("pos_0 must be in 0..%lld, got %lld", (long long) archive::most - n_cell, (long long) pos_0));
+    if (pos_0 < 0 || pos_0 > archive::max_pos - n_cell) {
+        return fail(format("pos_0 must be in 0..%lld, got %lld", (long long) archive::max_pos - n_cell, (long long) pos_0));
     }
     if (n_max < 1) {
         return fail(format("n_max must be 1 or more, got %lld", (long long) n_max));
@@ -104,11 +104,11 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
         ctx->synchronize();
 
         const bool is_first = tokens.size() == 0;
-        const leaving leaving_cells = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
+        const evicted_tokens evicted = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
         const auto gathering = [&](const int32_t * cells, int32_t n, const auto & f) {
             return gather(kvtool->graphs, *ctx, kvtool->layers, cells, n, f);
         };
-        kvtool->archive->push(gathering, leaving_cells, n_thread(ctx), kvtool->staging.get());
+        kvtool->archive->push(gathering, evicted, n_thread(ctx), kvtool->staging.get());
         if (is_first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
@@ -121,8 +121,8 @@ int32_t llama_kvtool_base(llama_context * ctx, int64_t base) {
     if (!kvtool) {
         return -1;
     }
-    if (base < 0 || base >= archive::most) {
-        return fail(format("base must be in 0..%lld, got %lld", (long long) archive::most - 1, (long long) base));
+    if (base < 0 || base >= archive::max_pos) {
+        return fail(format("base must be in 0..%lld, got %lld", (long long) archive::max_pos - 1, (long long) base));
     }
     if (kvtool->archive->tokens.base() != base && !with_settled_archive(ctx)) {
         return -1;
@@ -138,8 +138,8 @@ int64_t llama_kvtool_stage(llama_context * ctx, int64_t n_token) {
     if (!kvtool) {
         return -1;
     }
-    if (n_token < 0 || n_token >= archive::most) {
-        return fail(format("n_token must be in 0..%lld, got %lld", (long long) archive::most - 1, (long long) n_token));
+    if (n_token < 0 || n_token >= archive::max_pos) {
+        return fail(format("n_token must be in 0..%lld, got %lld", (long long) archive::max_pos - 1, (long long) n_token));
     }
     return guarded([&] { return kvtool->stage(*ctx, n_token); });
 }
@@ -212,9 +212,9 @@ int32_t llama_kvtool_rewind(llama_context * ctx, int32_t cell, int32_t n_cell, i
         return fail(format("end must be in %lld..%lld, got %lld",
                 (long long) tokens.begin() + n_cell, (long long) tokens.end(), (long long) end));
     }
-    if (base < 0 || base >= archive::most || next < 0 || next >= archive::most) {
+    if (base < 0 || base >= archive::max_pos || next < 0 || next >= archive::max_pos) {
         return fail(format("base and next must be in 0..%lld, got %lld and %lld",
-                (long long) archive::most - 1, (long long) base, (long long) next));
+                (long long) archive::max_pos - 1, (long long) base, (long long) next));
     }
     if (!same_tokens(*kvtool)) {
         return -1;
@@ -243,7 +243,7 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     auto & tokens = kvtool->archive->tokens;
 
     const int64_t pos_min = out ? tokens[layer].begin() : 0;
-    const int64_t pos_max = out ? tokens[layer].end()   : archive::most;
+    const int64_t pos_max = out ? tokens[layer].end()   : archive::max_pos;
     if (begin < pos_min || begin > end || end > pos_max) {
         return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
                 (long long) pos_min, (long long) pos_max, (long long) begin, (long long) end));
@@ -328,7 +328,7 @@ static int64_t copy_centers(llama_context * ctx, uint8_t * out, const uint8_t * 
     auto & tokens = kvtool->archive->tokens;
 
     const int64_t pos_min = copies ? tokens.begin() : 0;
-    const int64_t pos_max = copies ? tokens.end()   : archive::most;
+    const int64_t pos_max = copies ? tokens.end()   : archive::max_pos;
     if (begin < pos_min || begin > end || end > pos_max) {
         return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
                 (long long) pos_min, (long long) pos_max, (long long) begin, (long long) end));

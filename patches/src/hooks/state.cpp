@@ -402,7 +402,7 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
 void llama_kvtool::mark_drafts(int n) {
     n_marked = n;
     if (archive) {
-        archive->is_apart = n > 0;
+        archive->is_separate = n > 0;
     }
 }
 
