@@ -43,24 +43,24 @@ static void solve(const std::vector<double> & root, double * b, int n) {
 static constexpr double ridge = 1e-4;
 
 // number of corrections of the ridge's error; each correction reduces it by about the factor `ridge`
-static constexpr int n_mend = 3;
+static constexpr int n_correction = 3;
 
-// Parameters of synthetic_cells::nudge, which improves quantized keys. n_nudge: number of passes over all elements of a key.
-// weight_elsewhere: weight of squared errors in products with the queries of other heads. The weight is 1 for the head
-// of the cell
-static constexpr int    n_nudge          = 3;
-static constexpr double weight_elsewhere = 0.25;
+// Parameters of synthetic_cells::refine, which improves quantized keys. n_refine: number of passes over all elements of a
+// key. other_head_weight: weight of squared errors in products with the queries of other heads. The weight is 1 for the
+// head of the cell
+static constexpr int    n_refine          = 3;
+static constexpr double other_head_weight = 0.25;
 
-// Share of a head's softmax sum that goes to the cell of each other head. The rest goes to the head's own cell. A
+// Share of a head's softmax sum that goes to the cell of each other head. The rest goes to the head's cell. A
 // smaller share would need longer keys, and the logits of longer keys have larger rounding errors
-static double share_elsewhere(int n_head) {
+static double off_diagonal_share(int n_head) {
     return 0.25/n_head;
 }
 
 synthetic_cells::synthetic_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits)
     : keys(n_head*n_embd_k), values(n_head*n_embd_v)
     , n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), type_k(type_k), logits(logits)
-    , rounded(n_head*n_embd_k), gram(n_head*n_head), root(n_head*n_head), weights(n_head*n_head), target(n_head), share(n_head*n_head) {}
+    , rounded(n_head*n_embd_k), gram(n_head*n_head), root(n_head*n_head), weights(n_head*n_head), target(n_head), shares(n_head*n_head) {}
 
 double synthetic_cells::product(double logit) const {
     if (logits.cap > 0.0f) {
@@ -100,18 +100,18 @@ void synthetic_cells::round(float * x, int64_t n, ggml_type type) {
     }
 }
 
-void synthetic_cells::nudge(float * k, const std::vector<double> & key, int c) const {
-    // off[j]: error of the product of query j and the quantized key k. by[j]: change of off[j] if the current element
-    // is replaced
-    std::vector<double> off(n_head), by(n_head);
+void synthetic_cells::refine(float * k, const std::vector<double> & key, int c) const {
+    // errors[j]: error of the product of query j and the quantized key k. deltas[j]: change of errors[j] if the current
+    // element is replaced
+    std::vector<double> errors(n_head), deltas(n_head);
     for (int j = 0; j < n_head; ++j) {
         for (int64_t e = 0; e < n_embd_k; ++e) {
-            off[j] += (k[e] - key[e])*rounded[j*n_embd_k + e];
+            errors[j] += (k[e] - key[e])*rounded[j*n_embd_k + e];
         }
     }
 
     const int64_t n_block = ggml_blck_size(type_k);
-    for (int64_t first = 0; first < n_nudge*n_embd_k; first += n_block) {
+    for (int64_t first = 0; first < n_refine*n_embd_k; first += n_block) {
         const int64_t begin = first % n_embd_k;
 
         // every quantized type of a cache stores the scale at the start of a block
@@ -120,24 +120,24 @@ void synthetic_cells::nudge(float * k, const std::vector<double> & key, int c) c
         const float step = std::fabs(ggml_fp16_to_fp32(scale));
 
         // keep the smallest and the largest element, because the cache computes the scale from them
-        const auto  ends  = std::minmax_element(k + begin, k + begin + n_block);
-        const float least = *ends.first;
-        const float most  = *ends.second;
+        const auto  ends = std::minmax_element(k + begin, k + begin + n_block);
+        const float min  = *ends.first;
+        const float max  = *ends.second;
 
         for (int64_t e = begin; e < begin + n_block; ++e) {
             const float x = k[e] < key[e] ? k[e] + step : k[e] - step;
-            if (std::min(k[e], x) <= least || std::max(k[e], x) >= most) {
+            if (std::min(k[e], x) <= min || std::max(k[e], x) >= max) {
                 continue;
             }
             double change = 0.0;
             for (int j = 0; j < n_head; ++j) {
-                by[j] = (double) (x - k[e])*rounded[j*n_embd_k + e];
-                change += (j == c ? 1.0 : weight_elsewhere)*by[j]*(2.0*off[j] + by[j]);
+                deltas[j] = (double) (x - k[e])*rounded[j*n_embd_k + e];
+                change += (j == c ? 1.0 : other_head_weight)*deltas[j]*(2.0*errors[j] + deltas[j]);
             }
             if (change < 0.0) {
                 k[e] = x;
                 for (int j = 0; j < n_head; ++j) {
-                    off[j] += by[j];
+                    errors[j] += deltas[j];
                 }
             }
         }
@@ -145,10 +145,10 @@ void synthetic_cells::nudge(float * k, const std::vector<double> & key, int c) c
 }
 
 template <typename F>
-void synthetic_cells::find_shares(const std::vector<double> & sums, F && product_of) {
+void synthetic_cells::set_shares(const std::vector<double> & sums, F && product_of) {
     for (int j = 0; j < n_head; ++j) {
         for (int c = 0; c < n_head; ++c) {
-            share[j*n_head + c] = std::exp(logit(product_of(j, c)) - sums[j]);
+            shares[j*n_head + c] = std::exp(logit(product_of(j, c)) - sums[j]);
         }
     }
 }
@@ -168,12 +168,12 @@ void synthetic_cells::set_keys() {
         std::copy(key.begin(), key.end(), k);
         round(k, n_embd_k, type_k);
         if (ggml_is_quantized(type_k)) {
-            nudge(k, key, c);
+            refine(k, key, c);
         }
     }
 }
 
-void synthetic_cells::make(const float * queries, const double * given, const float * found) {
+void synthetic_cells::make(const float * queries, const double * log_sums, const float * attn_out) {
     const int g = n_head;
 
     std::copy_n(queries, g*n_embd_k, rounded.begin());
@@ -183,14 +183,14 @@ void synthetic_cells::make(const float * queries, const double * given, const fl
     }
 
     // a head that pays no attention to the archive gets a very low logit
-    std::vector<double> sums(given, given + g);
-    const double most = *std::max_element(sums.begin(), sums.end());
-    double least = std::isfinite(most) ? most : 0.0;
+    std::vector<double> sums(log_sums, log_sums + g);
+    const double max = *std::max_element(sums.begin(), sums.end());
+    double min = std::isfinite(max) ? max : 0.0;
     for (const double x : sums) {
-        least = std::isfinite(x) ? std::min(least, x) : least;
+        min = std::isfinite(x) ? std::min(min, x) : min;
     }
     for (double & x : sums) {
-        x = std::isfinite(x) ? x : least - 100.0;
+        x = std::isfinite(x) ? x : min - 100.0;
     }
 
     double mean = 0.0;
@@ -206,21 +206,21 @@ void synthetic_cells::make(const float * queries, const double * given, const fl
     }
     factor(root, g);
 
-    const double elsewhere = share_elsewhere(g);
-    const double own       = 1.0 - (g - 1)*elsewhere;
+    const double off_diagonal = off_diagonal_share(g);
+    const double diagonal     = 1.0 - (g - 1)*off_diagonal;
 
     for (int c = 0; c < g; ++c) {
         double * products = weights.data() + c*g;
         for (int j = 0; j < g; ++j) {
-            products[j] = product(sums[j] + std::log(j == c ? own : elsewhere));
+            products[j] = product(sums[j] + std::log(j == c ? diagonal : off_diagonal));
         }
         solve(root, products, g);
     }
 
     // The ridge shifts a head's logits on all cells by about the same amount, which makes the head's softmax sum wrong.
     // Adding the same combination of queries to all keys shifts the logits of each head back by the head's error
-    for (int n = 0; n < n_mend; ++n) {
-        find_shares(sums, [&](int head, int cell) {
+    for (int n = 0; n < n_correction; ++n) {
+        set_shares(sums, [&](int head, int cell) {
             double x = 0.0;
             for (int i = 0; i < g; ++i) {
                 x += gram[head*g + i]*weights[cell*g + i];
@@ -230,7 +230,7 @@ void synthetic_cells::make(const float * queries, const double * given, const fl
         for (int j = 0; j < g; ++j) {
             double sum = 0.0;
             for (int c = 0; c < g; ++c) {
-                sum += share[j*g + c];
+                sum += shares[j*g + c];
             }
             target[j] = -std::log(sum)/logits.scale;
         }
@@ -243,56 +243,56 @@ void synthetic_cells::make(const float * queries, const double * given, const fl
     }
 
     set_keys();
-    find_shares(sums, [&](int head, int cell) { return dot(rounded.data() + head*n_embd_k, keys.data() + cell*n_embd_k, n_embd_k); });
+    set_shares(sums, [&](int head, int cell) { return dot(rounded.data() + head*n_embd_k, keys.data() + cell*n_embd_k, n_embd_k); });
 
     for (int j = 0; j < g; ++j) {
         double sum = 0.0;
         for (int c = 0; c < g; ++c) {
-            sum += share[j*g + c];
+            sum += shares[j*g + c];
         }
         for (int c = 0; c < g; ++c) {
-            share[j*g + c] /= sum;
+            shares[j*g + c] /= sum;
         }
     }
 
-    set_values(found, elsewhere, own);
+    set_values(attn_out, off_diagonal, diagonal);
 }
 
-void synthetic_cells::set_values(const float * found, double elsewhere, double own) {
+void synthetic_cells::set_values(const float * attn_out, double off_diagonal, double diagonal) {
     const int g = n_head;
 
-    // For each head, the values of all cells, weighted by the head's shares, must add up to the head's attention output
-    // `found`. Therefore the values are `to`*`found`, where `to` is the inverse of the matrix `share`. This matrix is
-    // nearly singular if queries are nearly equal. A small ridge therefore pulls `to` towards `wanted`, the inverse of
-    // the matrix of intended shares
-    std::vector<double> square(g*g), to(g*g), off(g);
+    // For each head, the values of all cells, weighted by the head's shares, must add up to the head's attention output.
+    // Therefore the values are `inverse`*`attn_out`, where `inverse` is the inverse of the matrix `shares`. This matrix
+    // is nearly singular if queries are nearly equal. A small ridge therefore pulls `inverse` towards
+    // `intended_inverse`, the inverse of the matrix of intended shares
+    std::vector<double> square(g*g), inverse(g*g), residual(g);
     for (int i = 0; i < g; ++i) {
         for (int c = 0; c < g; ++c) {
             square[i*g + c] = i == c ? 1e-8 : 0.0;
             for (int j = 0; j < g; ++j) {
-                square[i*g + c] += share[j*g + i]*share[j*g + c];
+                square[i*g + c] += shares[j*g + i]*shares[j*g + c];
             }
         }
     }
     factor(square, g);
 
-    const auto wanted = [&](int c, int head) { return ((c == head) - elsewhere)/(own - elsewhere); };
+    const auto intended_inverse = [&](int c, int head) { return ((c == head) - off_diagonal)/(diagonal - off_diagonal); };
     for (int head = 0; head < g; ++head) {
         std::vector<double> x(g, 0.0);
         for (int j = 0; j < g; ++j) {
-            off[j] = j == head;
+            residual[j] = j == head;
             for (int c = 0; c < g; ++c) {
-                off[j] -= share[j*g + c]*wanted(c, head);
+                residual[j] -= shares[j*g + c]*intended_inverse(c, head);
             }
         }
         for (int c = 0; c < g; ++c) {
             for (int j = 0; j < g; ++j) {
-                x[c] += share[j*g + c]*off[j];
+                x[c] += shares[j*g + c]*residual[j];
             }
         }
         solve(square, x.data(), g);
         for (int c = 0; c < g; ++c) {
-            to[c*g + head] = wanted(c, head) + x[c];
+            inverse[c*g + head] = intended_inverse(c, head) + x[c];
         }
     }
 
@@ -300,7 +300,7 @@ void synthetic_cells::set_values(const float * found, double elsewhere, double o
         for (int64_t e = 0; e < n_embd_v; ++e) {
             double sum = 0.0;
             for (int head = 0; head < g; ++head) {
-                sum += to[c*g + head]*found[head*n_embd_v + e];
+                sum += inverse[c*g + head]*attn_out[head*n_embd_v + e];
             }
             values[c*n_embd_v + e] = sum;
         }

@@ -24,9 +24,9 @@ public:
     // n_head: number of query heads of the row. type_k: type of the cache's keys; the synthetic keys are rounded to it
     synthetic_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits);
 
-    // queries: [n_head][n_embd_k]. sums: [n_head], logarithm of the archive's softmax sum; -INFINITY if the archive
-    // adds nothing. found: [n_head][n_embd_v], attention output over the archive
-    void make(const float * queries, const double * sums, const float * found);
+    // queries: [n_head][n_embd_k]. log_sums: [n_head], logarithm of the archive's softmax sum; -INFINITY if the archive
+    // adds nothing. attn_out: [n_head][n_embd_v], attention output over the archive
+    void make(const float * queries, const double * log_sums, const float * attn_out);
 
     // keys and values of the synthetic cells: [n_head][n_embd_k] and [n_head][n_embd_v]
     std::vector<float> keys;
@@ -47,14 +47,14 @@ private:
     std::vector<double>      root;    // Cholesky factor of the Gram matrix plus the ridge.
     std::vector<double>      weights; // Weights of the row's queries in a cell's key: [cell][n_head].
     std::vector<double>      target;  // Correction of each head's products, later the queries' weights: [n_head].
-    std::vector<double>      share;   // Share of a head's softmax sum that is on a cell: [head][cell].
+    std::vector<double>      shares;  // Share of a head's softmax sum that is on a cell: [head][cell].
 
     // conversions between a logit and a product (query . key)
     double product(double logit) const;
     double logit(double product) const;
 
-    // set `share` from the products of keys and queries
-    template <typename F> void find_shares(const std::vector<double> & sums, F && product_of);
+    // set `shares` from the products of keys and queries
+    template <typename F> void set_shares(const std::vector<double> & sums, F && product_of);
 
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
@@ -62,10 +62,11 @@ private:
     // Improve the quantized key k of cell c. `key` is the exact key. An element of k is replaced by the quantized value
     // on the other side of its exact value if the products of k and the queries then come closer to the exact products.
     // The scales do not change, so the cache quantizes k without further rounding
-    void nudge(float * k, const std::vector<double> & key, int c) const;
+    void refine(float * k, const std::vector<double> & key, int c) const;
 
-    // own, elsewhere: intended shares of a head's softmax sum on its own cell, and on the cell of each other head
-    void set_values(const float * found, double elsewhere, double own);
+    // diagonal, off_diagonal: intended shares of a head's softmax sum on the head's cell, and on the cell of each other
+    // head
+    void set_values(const float * attn_out, double off_diagonal, double diagonal);
 };
 
 } // namespace kvtool
