@@ -11,13 +11,13 @@ class barrier {
 public:
     // wait until n threads have called this
     void wait(int n) {
-        const int met = n_met;
-        if (++n_here == n) {
-            n_here = 0;
-            ++n_met;
+        const int current = generation;
+        if (++n_waiting == n) {
+            n_waiting = 0;
+            ++generation;
             return;
         }
-        for (int i = 0; n_met == met; ++i) {
+        for (int i = 0; generation == current; ++i) {
             if (i > 1000) {
                 std::this_thread::yield();
             }
@@ -25,8 +25,8 @@ public:
     }
 
 private:
-    std::atomic<int> n_here { 0 };
-    std::atomic<int> n_met  { 0 };
+    std::atomic<int> n_waiting  { 0 };
+    std::atomic<int> generation { 0 }; // number of times that all threads have met
 };
 
 } // namespace kvtool

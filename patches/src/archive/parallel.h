@@ -14,7 +14,7 @@ namespace kvtool {
 template <typename F>
 void parallel_for(int n_thread, int n, F && work) {
     std::atomic<int> next(0);
-    std::vector<std::exception_ptr> wrong(n_thread);
+    std::vector<std::exception_ptr> errors(n_thread);
 
     const auto run = [&](int thread) {
         try {
@@ -22,25 +22,25 @@ void parallel_for(int n_thread, int n, F && work) {
                 work(i);
             }
         } catch (...) {
-            wrong[thread] = std::current_exception();
+            errors[thread] = std::current_exception();
         }
     };
-    std::vector<std::thread> others;
-    others.reserve(n_thread);
+    std::vector<std::thread> threads;
+    threads.reserve(n_thread);
     try {
         for (int thread = 1; thread < n_thread && thread < n; ++thread) {
-            others.emplace_back(run, thread);
+            threads.emplace_back(run, thread);
         }
     } catch (const std::system_error &) {
         // no more threads can be started, so the existing threads do all the work
     }
     run(0);
-    for (auto & other : others) {
-        other.join();
+    for (auto & thread : threads) {
+        thread.join();
     }
-    for (const auto & each : wrong) {
-        if (each) {
-            std::rethrow_exception(each);
+    for (const auto & error : errors) {
+        if (error) {
+            std::rethrow_exception(error);
         }
     }
 }

@@ -27,31 +27,31 @@ struct group {
 
 // q8_0: a scale in half precision, then signed bytes
 struct of_q8_0 {
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(const uint8_t * from, __m256 scale) {
-        return _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) from))));
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(const uint8_t * src, __m256 scale) {
+        return _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) src))));
     }
     KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
-        const uint8_t * from = row + g*(int64_t) (sizeof(ggml_fp16_t) + n_group);
+        const uint8_t * src = row + g*(int64_t) (sizeof(ggml_fp16_t) + n_group);
         uint16_t d;
-        memcpy(&d, from, sizeof(d));
+        memcpy(&d, src, sizeof(d));
         const __m256 scale = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d)));
-        from += sizeof(d);
-        return { eight(from, scale), eight(from + 8, scale), eight(from + 16, scale), eight(from + 24, scale) };
+        src += sizeof(d);
+        return { eight(src, scale), eight(src + 8, scale), eight(src + 16, scale), eight(src + 24, scale) };
     }
 };
 
-// Formats whose elements are scale*code + least. The last n_group/2 bytes of a group have the low four bits of all
+// Formats whose elements are scale*code + min. The last n_group/2 bytes of a group have the low four bits of all
 // codes. Byte i has the bits of code i in its low half, and the bits of code i + n_group/2 in its high half
 
-KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * from) {
-    const __m128i both = _mm_loadu_si128((const __m128i *) from);
-    return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
+KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * src) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *) src);
+    return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes), _mm256_set1_epi8(15));
 }
 
-// Return { scale, least } for a format that stores only the scale: least = -scale*zero. zero: the code of the number 0
-KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 scale_of(const uint8_t * from, float zero) {
+// Return { scale, min } for a format that stores only the scale: min = -scale*zero. zero: the code of the number 0
+KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 scale_of(const uint8_t * src, float zero) {
     uint16_t d;
-    memcpy(&d, from, sizeof(d));
+    memcpy(&d, src, sizeof(d));
     const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
     return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-zero)));
 }
@@ -61,8 +61,8 @@ struct q4_0 {
     static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group/2;
     static constexpr char    zero    = 8; // the code of 0
 
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes (const uint8_t * from) { return low_bits(from + sizeof(ggml_fp16_t)); }
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128  params(const uint8_t * from) { return scale_of(from, zero); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes (const uint8_t * src) { return low_bits(src + sizeof(ggml_fp16_t)); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128  params(const uint8_t * src) { return scale_of(src, zero); }
 };
 
 // a scale and a minimum in half precision, codes of 4 bits
@@ -70,13 +70,13 @@ struct q4_1 {
     static constexpr int64_t n_bytes = 2*sizeof(ggml_fp16_t) + n_group/2;
     static constexpr char    zero    = 0; // no code is fixed for the number 0: each group stores a minimum
 
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) { return low_bits(from + 2*sizeof(ggml_fp16_t)); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * src) { return low_bits(src + 2*sizeof(ggml_fp16_t)); }
 
-    // return { scale, least }; the group stores both
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) {
-        uint32_t both;
-        memcpy(&both, from, sizeof(both));
-        return _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+    // return { scale, min }; the group stores both
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * src) {
+        uint32_t halves;
+        memcpy(&halves, src, sizeof(halves));
+        return _mm_cvtph_ps(_mm_cvtsi32_si128(halves));
     }
 };
 
@@ -85,18 +85,18 @@ struct q5_0 {
     static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + sizeof(uint32_t) + n_group/2;
     static constexpr char    zero    = 16; // the code of 0
 
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * src) {
         uint32_t bits;
-        memcpy(&bits, from + sizeof(ggml_fp16_t), sizeof(bits));
+        memcpy(&bits, src + sizeof(ggml_fp16_t), sizeof(bits));
         // byte i gets the byte of `bits` that holds the fifth bit of code i
-        const __m256i place = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i index = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
         const __m256i bit   = _mm256_set1_epi64x((int64_t) 0x8040201008040201);
-        const __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), place), bit);
+        const __m256i fifth = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), index), bit);
         const __m256i high  = _mm256_and_si256(_mm256_cmpeq_epi8(fifth, bit), _mm256_set1_epi8(16));
-        return _mm256_or_si256(low_bits(from + sizeof(ggml_fp16_t) + sizeof(bits)), high);
+        return _mm256_or_si256(low_bits(src + sizeof(ggml_fp16_t) + sizeof(bits)), high);
     }
 
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, zero); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * src) { return scale_of(src, zero); }
 };
 
 // A scale in half precision, codes of 4 bits. A code stands for one of 16 numbers, which are closer to each other near 0
@@ -104,30 +104,30 @@ struct iq4_nl {
     static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group/2;
     static constexpr char    zero    = (char) 128; // added to the numbers, so that they are unsigned
 
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * src) {
         const __m128i numbers = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char) 129, (char) 141, (char) 153, (char) 166, (char) 181, (char) 197, (char) 217, (char) 241);
-        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), low_bits(from + sizeof(ggml_fp16_t)));
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), low_bits(src + sizeof(ggml_fp16_t)));
     }
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, 128.0f); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * src) { return scale_of(src, 128.0f); }
 };
 
 template <typename Q>
 struct of_codes {
     // codes: the stored codes minus Q::zero. If Q::zero is not 0, an element is therefore scale*codes. Computing it
-    // from the stored code, as scale*code + least, would lose the sign of a 0: in ggml, a 0 has the sign of the scale
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 least) {
+    // from the stored code, as scale*code + min, would lose the sign of a 0: in ggml, a 0 has the sign of the scale
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(__m128i codes, __m256 scale, __m256 min) {
         const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
-        return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, least);
+        return Q::zero != 0 ? _mm256_mul_ps(scale, x) : _mm256_fmadd_ps(scale, x, min);
     }
     KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
-        const uint8_t * from = row + g*Q::n_bytes;
-        const __m128  two   = Q::params(from);
-        const __m256  scale = _mm256_broadcastss_ps(two);
-        const __m256  least = _mm256_broadcastss_ps(_mm_movehdup_ps(two));
-        const __m256i all   = _mm256_sub_epi8(Q::codes(from), _mm256_set1_epi8(Q::zero));
-        const __m128i a     = _mm256_castsi256_si128(all);
-        const __m128i b     = _mm256_extracti128_si256(all, 1);
-        return { eight(a, scale, least), eight(_mm_srli_si128(a, 8), scale, least), eight(b, scale, least), eight(_mm_srli_si128(b, 8), scale, least) };
+        const uint8_t * src  = row + g*Q::n_bytes;
+        const __m128  params = Q::params(src);
+        const __m256  scale  = _mm256_broadcastss_ps(params);
+        const __m256  min    = _mm256_broadcastss_ps(_mm_movehdup_ps(params));
+        const __m256i codes  = _mm256_sub_epi8(Q::codes(src), _mm256_set1_epi8(Q::zero));
+        const __m128i a      = _mm256_castsi256_si128(codes);
+        const __m128i b      = _mm256_extracti128_si256(codes, 1);
+        return { eight(a, scale, min), eight(_mm_srli_si128(a, 8), scale, min), eight(b, scale, min), eight(_mm_srli_si128(b, 8), scale, min) };
     }
 };
 

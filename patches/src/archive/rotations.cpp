@@ -17,7 +17,7 @@
 namespace kvtool {
 
 rotation::rotation(const layer & l, int n_map) : rope(l.rope), n_map(l.rope.is_mapped ? n_map : 0) {
-    const auto numbers = [](const ggml_tensor * t, int64_t n) {
+    const auto read = [](const ggml_tensor * t, int64_t n) {
         std::vector<float> res(t ? n : 0);
         if (t) {
             ggml_backend_tensor_get(t, res.data(), 0, n*sizeof(float));
@@ -26,14 +26,14 @@ rotation::rotation(const layer & l, int n_map) : rope(l.rope), n_map(l.rope.is_m
     };
 
     if (rope.is_rotary()) {
-        factors = numbers(rope.factors, rope.n_dims/2);
-        scale   = numbers(rope.scale, l.n_embd_k);
+        factors = read(rope.factors, rope.n_dims/2);
+        scale   = read(rope.scale, l.n_embd_k);
     }
     rope.factors = nullptr;
     rope.scale   = nullptr;
 }
 
-rotations::rotations(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n_embd(n_embd), scale(r.scale) {
+rotations::rotations(const rotation & r, int64_t n_embd, int max_delta) : n_map(r.n_map), n_embd(n_embd), scale(r.scale) {
     const auto & rope = r.rope;
 
     if (!rope.is_rotary()) {
@@ -52,35 +52,35 @@ rotations::rotations(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n
     ggml_rope_yarn_corr_dims(2*n_pair, rope.n_ctx_orig, rope.freq_base, rope.beta_fast, rope.beta_slow, range);
 
     for (int i = 0; i < n_pair; ++i) {
-        const double own  = pow(rope.freq_base, -i/(double) n_pair)/(r.factors.empty() ? 1.0f : r.factors[i]);
+        const double freq = pow(rope.freq_base, -i/(double) n_pair)/(r.factors.empty() ? 1.0f : r.factors[i]);
         const double ramp = 1.0 - std::min(1.0, std::max(0.0, (i - range[0])/(double) std::max(0.001f, range[1] - range[0])));
         const double mix  = ramp*rope.ext_factor;
 
-        omega.push_back(rope.has_pair(i) ? own*(rope.freq_scale*(1.0 - mix) + mix) : 0.0);
+        omega.push_back(rope.has_pair(i) ? freq*(rope.freq_scale*(1.0 - mix) + mix) : 0.0);
     }
 
-    const auto made = std::make_shared<tables>();
+    const auto res = std::make_shared<trig_tables>();
     const auto fill = [&](std::vector<float> & table, int64_t first, int64_t step, int n) {
         for (int i = 0; i < n; ++i) {
             add_row(table, (first + i)*step);
         }
     };
 
-    const int n_large = n_most/n_small + 2;
+    const int n_large = max_delta/n_small + 2;
 
-    made->first_large = -n_large;
-    fill(made->small, 0, 1, n_small);
-    fill(made->large, made->first_large, n_small, 2*n_large + 1);
+    res->first_large = -n_large;
+    fill(res->small, 0, 1, n_small);
+    fill(res->large, res->first_large, n_small, 2*n_large + 1);
     for (int i = 0; i < n_small; ++i) {
-        const float * c = made->small.data() + i*4*n_pair;
+        const float * c = res->small.data() + i*4*n_pair;
         for (int p = 0; p < n_pair; ++p) {
-            made->pairs.push_back(c[at(p, true)]);
+            res->pairs.push_back(c[element(p, true)]);
         }
         for (int p = 0; p < n_pair; ++p) {
-            made->pairs.push_back(c[2*n_pair + at(p, true)]);
+            res->pairs.push_back(c[2*n_pair + element(p, true)]);
         }
     }
-    rows = made;
+    tables = res;
 }
 
 // second: distance of a pair's elements; step: distance of two pairs
@@ -105,14 +105,14 @@ float rotations::multiply_pairs(const float * query, const float * key, float * 
 }
 
 void rotations::share(const rotations & other) {
-    if (rows && other.rows && omega == other.omega && is_neox == other.is_neox && rows->large.size() == other.rows->large.size()) {
-        rows = other.rows;
+    if (tables && other.tables && omega == other.omega && is_neox == other.is_neox && tables->large.size() == other.tables->large.size()) {
+        tables = other.tables;
     }
 }
 
 // index of a pair's first or second element among the rotated elements
-int rotations::at(int pair, bool second) const {
-    return is_neox ? pair + second*n_pair : 2*pair + second;
+int rotations::element(int pair, bool is_second) const {
+    return is_neox ? pair + is_second*n_pair : 2*pair + is_second;
 }
 
 void rotations::add_row(std::vector<float> & table, int64_t delta) const {
@@ -122,9 +122,9 @@ void rotations::add_row(std::vector<float> & table, int64_t delta) const {
     float * c = table.data() + begin;
     float * s = c + 2*n_pair;
     for (int i = 0; i < n_pair; ++i) {
-        c[at(i, false)] = c[at(i, true)] = cos(delta*omega[i]);
-        s[at(i, true)]  = sin(delta*omega[i]);
-        s[at(i, false)] = -s[at(i, true)];
+        c[element(i, false)] = c[element(i, true)] = cos(delta*omega[i]);
+        s[element(i, true)]  = sin(delta*omega[i]);
+        s[element(i, false)] = -s[element(i, true)];
     }
 }
 
@@ -184,9 +184,9 @@ static void rotate_pairs(const float * a, const float * b, int n_pair, bool is_n
     rotate_pairs_plain(a, b, n_pair, is_neox, y);
 }
 
-static void multiply(float * x, const std::vector<float> & by) {
-    for (size_t i = 0; i < by.size(); ++i) {
-        x[i] *= by[i];
+static void multiply(float * x, const std::vector<float> & factors) {
+    for (size_t i = 0; i < factors.size(); ++i) {
+        x[i] *= factors[i];
     }
 }
 
@@ -205,15 +205,15 @@ void rotations::rotate(float * x, int64_t delta, const std::vector<float> & afte
         return;
     }
 
-    const int64_t row = (delta >> 8) - rows->first_large;
+    const int64_t row = (delta >> 8) - tables->first_large;
 
-    std::vector<float> made;
+    std::vector<float> computed;
 
-    const float * a = rows->small.data() + (delta & (n_small - 1))*4*n_pair;
-    const float * b = rows->large.data() + row*4*n_pair;
-    if (row < 0 || row*4*n_pair >= (int64_t) rows->large.size()) {
-        add_row(made, delta - (delta & (n_small - 1)));
-        b = made.data();
+    const float * a = tables->small.data() + (delta & (n_small - 1))*4*n_pair;
+    const float * b = tables->large.data() + row*4*n_pair;
+    if (row < 0 || row*4*n_pair >= (int64_t) tables->large.size()) {
+        add_row(computed, delta - (delta & (n_small - 1)));
+        b = computed.data();
     }
 
     hadamard(x, n_embd, n_map);

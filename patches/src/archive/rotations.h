@@ -30,9 +30,9 @@ class rotations {
 public:
     rotations() = default;
 
-    // r: RoPE parameters of keys with n_embd elements. The constructor computes tables for rotations by up to n_most
+    // r: RoPE parameters of keys with n_embd elements. The constructor computes tables for rotations by up to max_delta
     // positions in either direction; rotations by more positions take longer
-    rotations(const rotation & r, int64_t n_embd, int n_most);
+    rotations(const rotation & r, int64_t n_embd, int max_delta);
 
     // Use the tables of another object if it has the same rotation. Separate tables for every layer would not fit in a
     // processor's cache
@@ -52,7 +52,7 @@ public:
     // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has a cosine for each element, and
     // then a sine for each element. A rotated element is the element times its cosine, plus the other element of the
     // pair times the sine
-    const float * small_rotations() const { return rows->small.data(); }
+    const float * small_rotations() const { return tables->small.data(); }
 
     // Prepare the products of a query with a key that is rotated by 0 .. n_small - 1 positions. The product with the
     // rotation by `delta` positions is the result, plus the sum of out[i]*pair_rotations()[delta*n_rotated() + i] over
@@ -67,7 +67,7 @@ public:
     int n_rotated() const { return 2*n_pair; }
 
     // rotations by 0 .. n_small - 1 positions: a cosine for each pair, and then a sine for each pair
-    const float * pair_rotations() const { return rows ? rows->pairs.data() : nullptr; }
+    const float * pair_rotations() const { return tables ? tables->pairs.data() : nullptr; }
 
     static constexpr int n_small = 256;
 
@@ -79,7 +79,7 @@ private:
 
     int64_t n_embd = 0;
 
-    int at(int pair, bool second) const;
+    int element(int pair, bool is_second) const;
 
     // Append the rotation by delta positions to a table: first the cosines, then the sines. The sine is negative for
     // the first element of a pair
@@ -97,7 +97,7 @@ private:
 
     // small: rotations by 0 .. n_small - 1 positions; large: rotations by multiples of n_small; pairs: see
     // pair_rotations
-    struct tables {
+    struct trig_tables {
         std::vector<float> small;
         std::vector<float> large;
         std::vector<float> pairs;
@@ -105,7 +105,7 @@ private:
         int first_large = 0; // `large` begins with the rotation by first_large*n_small positions
     };
 
-    std::shared_ptr<const tables> rows;
+    std::shared_ptr<const trig_tables> tables;
 };
 
 } // namespace kvtool

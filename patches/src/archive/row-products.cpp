@@ -18,9 +18,9 @@
 namespace kvtool {
 
 // number of rows that are collected in a list before they are added together
-static constexpr int n_listed = 64;
+static constexpr int n_list = 64;
 
-static bool any(const float * w, int64_t wx, int n) {
+static bool has_weight(const float * w, int64_t wx, int n) {
     for (int q = 0; q < n; ++q) {
         if (w[q*wx] != 0.0f) {
             return true;
@@ -31,10 +31,10 @@ static bool any(const float * w, int64_t wx, int n) {
 
 // multiply row by row; each row is converted to floats first
 static void multiply_converted(
-        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * at) {
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * indices) {
     std::vector<float> row(d);
     for (int i = 0; i < n; ++i) {
-        to_float(type, rows + (at ? at[i] : i)*size, row.data(), d);
+        to_float(type, rows + (indices ? indices[i] : i)*size, row.data(), d);
         for (int q = 0; q < n_x; ++q) {
             float sum = 0.0f;
             for (int64_t e = 0; e < d; ++e) {
@@ -72,16 +72,16 @@ void prefetch(const uint8_t * rows, size_t n_bytes) {
 
 struct of_floats {
     KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
-        const float * from = (const float *) row + g*n_group;
-        return { _mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16), _mm256_loadu_ps(from + 24) };
+        const float * src = (const float *) row + g*n_group;
+        return { _mm256_loadu_ps(src), _mm256_loadu_ps(src + 8), _mm256_loadu_ps(src + 16), _mm256_loadu_ps(src + 24) };
     }
 };
 
 struct of_halves {
     KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
-        const auto * from = (const __m128i *) row + g*4;
-        return { _mm256_cvtph_ps(_mm_loadu_si128(from)),     _mm256_cvtph_ps(_mm_loadu_si128(from + 1)),
-                 _mm256_cvtph_ps(_mm_loadu_si128(from + 2)), _mm256_cvtph_ps(_mm_loadu_si128(from + 3)) };
+        const auto * src = (const __m128i *) row + g*4;
+        return { _mm256_cvtph_ps(_mm_loadu_si128(src)),     _mm256_cvtph_ps(_mm_loadu_si128(src + 1)),
+                 _mm256_cvtph_ps(_mm_loadu_si128(src + 2)), _mm256_cvtph_ps(_mm_loadu_si128(src + 3)) };
     }
 };
 
@@ -103,19 +103,19 @@ KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 sum_of(__m256 x) {
 
 template <int N>
 KVTOOL_AVX2 static inline KVTOOL_INLINE void put_sums(const __m256 * sum, float * out, int os) {
-    const __m128 all = _mm_hadd_ps(_mm_hadd_ps(sum_of(sum[0]), sum_of(sum[1])), _mm_hadd_ps(sum_of(sum[2]), sum_of(sum[3])));
-    float four[4];
-    _mm_storeu_ps(four, all);
+    const __m128 sums = _mm_hadd_ps(_mm_hadd_ps(sum_of(sum[0]), sum_of(sum[1])), _mm_hadd_ps(sum_of(sum[2]), sum_of(sum[3])));
+    float lanes[4];
+    _mm_storeu_ps(lanes, sums);
 #pragma GCC unroll 4
     for (int q = 0; q < N; ++q) {
-        out[q*os] = four[q];
+        out[q*os] = lanes[q];
     }
 }
 
 template <typename S, int N>
-KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, float * out, int os, const uint8_t * at) {
+KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, float * out, int os, const uint8_t * indices) {
     for (int i = 0; i < n; ++i) {
-        const uint8_t * row = rows + (at ? at[i] : i)*size;
+        const uint8_t * row = rows + (indices ? indices[i] : i)*size;
 
         __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
         for (int64_t g = 0; g < d/n_group; ++g) {
@@ -128,11 +128,11 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, 
 struct q8_0 {
     static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
 
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * from) {
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * src) {
         // the stored numbers are signed, but codes are unsigned: flipping the sign bit adds 128
-        return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
+        return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (src + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
     }
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * from) { return scale_of(from, 128.0f); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * src) { return scale_of(src, 128.0f); }
 };
 
 // products of codes with columns in 8 bits (AVX512 VNNI)
@@ -143,30 +143,30 @@ KVTOOL_AVX512 static void multiply_codes(
 
     for (int i = 0; i < n; ++i, rows += size) {
         __m256 sum [4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
-        float  rest[4] = {};
+        float  bias[4] = {};
         for (int64_t g = 0; g < n_scale; ++g) {
-            const uint8_t * from  = rows + g*Q::n_bytes;
-            const __m256i   codes = Q::codes(from);
-            const __m128    two   = Q::params(from);
-            const float     scale = _mm_cvtss_f32(two);
-            const float     least = _mm_cvtss_f32(_mm_movehdup_ps(two));
+            const uint8_t * src    = rows + g*Q::n_bytes;
+            const __m256i   codes  = Q::codes(src);
+            const __m128    params = Q::params(src);
+            const float     scale  = _mm_cvtss_f32(params);
+            const float     min    = _mm_cvtss_f32(_mm_movehdup_ps(params));
 #pragma GCC unroll 4
             for (int q = 0; q < N; ++q) {
                 const __m256i dot = _mm256_dpbusd_epi32(_mm256_setzero_si256(), codes, _mm256_loadu_si256((const __m256i *) (x + q*d + g*n_group)));
                 sum [q]  = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_set1_ps(scale*scales[q*n_scale + g]), sum[q]);
-                rest[q] += least*sums[q*n_scale + g];
+                bias[q] += min*sums[q*n_scale + g];
             }
         }
         put_sums<N>(sum, out + i, os);
 #pragma GCC unroll 4
         for (int q = 0; q < N; ++q) {
-            out[i + q*os] += rest[q];
+            out[i + q*os] += bias[q];
         }
     }
 }
 
 template <typename Q>
-static void multiply_some_codes(
+static void multiply_code_columns(
         const uint8_t * rows, size_t size, int n, int64_t d, const int8_t * x, const float * scales, const float * sums, int n_x, float * out, int os) {
     const int64_t n_scale = d/n_group;
 
@@ -183,11 +183,11 @@ static void multiply_some_codes(
 // HALVES: true if the two elements of a pair are d/2 apart, false if they are neighbours
 template <typename S, int N, bool HALVES>
 KVTOOL_AVX2 static void multiply_rotated_avx2(
-        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * rotations, const uint8_t * by, float * out, int os) {
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * rotations, const uint8_t * offsets, float * out, int os) {
     const int64_t n_half = d/n_group/2;
 
     for (int i = 0; i < n; ++i, rows += size) {
-        const float * c = rotations - (int64_t) by[i]*2*d;
+        const float * c = rotations - (int64_t) offsets[i]*2*d;
         const float * s = c + d;
 
         __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
@@ -235,10 +235,10 @@ KVTOOL_AVX2 static void add_avx2(
             const group x = S::load(rows[i].row, g);
 #pragma GCC unroll 4
             for (int q = 0; q < N; ++q) {
-                const __m256 by = _mm256_broadcast_ss(rows[i].w + (first + q)*wx);
+                const __m256 w = _mm256_broadcast_ss(rows[i].w + (first + q)*wx);
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; ++j) {
-                    sum[q][j] = _mm256_fmadd_ps(by, x.x[j], sum[q][j]);
+                    sum[q][j] = _mm256_fmadd_ps(w, x.x[j], sum[q][j]);
                 }
             }
         }
@@ -253,32 +253,32 @@ KVTOOL_AVX2 static void add_avx2(
 }
 
 template <typename S>
-static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * at) {
+static void multiply_columns(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * indices) {
     for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
         switch (n_x) {
-            case 1:  multiply_avx2<S, 1>(rows, size, n, d, x, out, os, at); break;
-            case 2:  multiply_avx2<S, 2>(rows, size, n, d, x, out, os, at); break;
-            case 3:  multiply_avx2<S, 3>(rows, size, n, d, x, out, os, at); break;
-            default: multiply_avx2<S, 4>(rows, size, n, d, x, out, os, at); break;
+            case 1:  multiply_avx2<S, 1>(rows, size, n, d, x, out, os, indices); break;
+            case 2:  multiply_avx2<S, 2>(rows, size, n, d, x, out, os, indices); break;
+            case 3:  multiply_avx2<S, 3>(rows, size, n, d, x, out, os, indices); break;
+            default: multiply_avx2<S, 4>(rows, size, n, d, x, out, os, indices); break;
         }
     }
 }
 
 template <typename S, bool HALVES>
-static void multiply_rotated_some(
-        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations, const uint8_t * by, float * out, int os) {
+static void multiply_rotated_columns(
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations, const uint8_t * offsets, float * out, int os) {
     for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
         switch (n_x) {
-            case 1:  multiply_rotated_avx2<S, 1, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
-            case 2:  multiply_rotated_avx2<S, 2, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
-            case 3:  multiply_rotated_avx2<S, 3, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
-            default: multiply_rotated_avx2<S, 4, HALVES>(rows, size, n, d, x, rotations, by, out, os); break;
+            case 1:  multiply_rotated_avx2<S, 1, HALVES>(rows, size, n, d, x, rotations, offsets, out, os); break;
+            case 2:  multiply_rotated_avx2<S, 2, HALVES>(rows, size, n, d, x, rotations, offsets, out, os); break;
+            case 3:  multiply_rotated_avx2<S, 3, HALVES>(rows, size, n, d, x, rotations, offsets, out, os); break;
+            default: multiply_rotated_avx2<S, 4, HALVES>(rows, size, n, d, x, rotations, offsets, out, os); break;
         }
     }
 }
 
 template <typename S>
-static void add_some(const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
+static void add_to_sums(const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
     for (int q = 0; q < n_y; q += 3) {
         switch (n_y - q) {
             case 1:  add_avx2<S, 1>(rows, n, d, q, wx, y + q*ys, ys); break;
@@ -306,16 +306,16 @@ static bool with_source(ggml_type type, const F & run) {
 #endif
 
 void multiply_rows(
-        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * at) {
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os, const uint8_t * indices) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
-        const auto run = [&](auto source) { multiply_some<decltype(source)>(rows, size, n, d, x, n_x, out, os, at); };
+        const auto run = [&](auto source) { multiply_columns<decltype(source)>(rows, size, n, d, x, n_x, out, os, indices); };
         if (with_source(type, run)) {
             return;
         }
     }
 #endif
-    multiply_converted(type, rows, size, n, d, x, n_x, out, os, at);
+    multiply_converted(type, rows, size, n, d, x, n_x, out, os, indices);
 }
 
 bool can_rotate(ggml_type type, int64_t d) {
@@ -331,28 +331,28 @@ bool can_rotate(ggml_type type, int64_t d) {
 // multiply row by row; each row is first converted to floats and multiplied by the Hadamard matrix
 template <bool HALVES>
 static void multiply_mapped_rotated(
-        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations, const uint8_t * by,
-        float * out, int os) {
+        ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations,
+        const uint8_t * offsets, float * out, int os) {
     thread_local std::vector<float> row;
     row.resize(d);
     for (int i = 0; i < n; ++i) {
         to_float(type, rows + i*size, row.data(), d);
         hadamard(row.data(), d, n_map);
-        multiply_rotated_some<of_floats, HALVES>((const uint8_t *) row.data(), 0, 1, d, x, n_x, rotations, by + i, out + i, os);
+        multiply_rotated_columns<of_floats, HALVES>((const uint8_t *) row.data(), 0, 1, d, x, n_x, rotations, offsets + i, out + i, os);
     }
 }
 #endif
 
 void multiply_rotated_rows(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * rotations, bool are_halves,
-        const uint8_t * by, float * out, int os) {
+        const uint8_t * offsets, float * out, int os) {
 #ifdef KVTOOL_X86
     const auto run = [&](auto source) {
         using S = decltype(source);
         if (are_halves) {
-            multiply_rotated_some<S, true>(rows, size, n, d, x, n_x, rotations, by, out, os);
+            multiply_rotated_columns<S, true>(rows, size, n, d, x, n_x, rotations, offsets, out, os);
         } else {
-            multiply_rotated_some<S, false>(rows, size, n, d, x, n_x, rotations, by, out, os);
+            multiply_rotated_columns<S, false>(rows, size, n, d, x, n_x, rotations, offsets, out, os);
         }
     };
     switch (type) {
@@ -362,23 +362,24 @@ void multiply_rotated_rows(
         default:             break;
     }
     if (are_halves) {
-        multiply_mapped_rotated<true>(type, n_map, rows, size, n, d, x, n_x, rotations, by, out, os);
+        multiply_mapped_rotated<true>(type, n_map, rows, size, n, d, x, n_x, rotations, offsets, out, os);
     } else {
-        multiply_mapped_rotated<false>(type, n_map, rows, size, n, d, x, n_x, rotations, by, out, os);
+        multiply_mapped_rotated<false>(type, n_map, rows, size, n, d, x, n_x, rotations, offsets, out, os);
     }
 #else
-    (void) type, (void) n_map, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) rotations, (void) are_halves, (void) by, (void) out, (void) os;
+    (void) type, (void) n_map, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) rotations, (void) are_halves,
+    (void) offsets, (void) out, (void) os;
 #endif
 }
 
-void byte_columns::set(const float * from, int n_x, int64_t d) {
+void byte_columns::set(const float * columns, int n_x, int64_t d) {
     x     .resize(n_x*d);
     scales.resize(n_x*d/n_group);
     sums  .resize(scales.size());
     for (size_t g = 0; g < scales.size(); ++g) {
-        int8_t * to = x.data() + g*n_group;
-        scales[g] = to_bytes(from + g*n_group, n_group, to);
-        sums  [g] = scales[g]*std::accumulate(to, to + n_group, 0);
+        int8_t * bytes = x.data() + g*n_group;
+        scales[g] = to_bytes(columns + g*n_group, n_group, bytes);
+        sums  [g] = scales[g]*std::accumulate(bytes, bytes + n_group, 0);
     }
 }
 
@@ -389,15 +390,15 @@ bool can_multiply_bytes(ggml_type type, int64_t d) {
 
 void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
 #ifdef KVTOOL_X86
-    const auto * own    = x.x     .data() + first_x*d;
+    const auto * bytes  = x.x     .data() + first_x*d;
     const auto * scales = x.scales.data() + first_x*d/n_group;
     const auto * sums   = x.sums  .data() + first_x*d/n_group;
     switch (type) {
-        case GGML_TYPE_Q8_0: return multiply_some_codes<q8_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
-        case GGML_TYPE_Q5_0: return multiply_some_codes<q5_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
-        case GGML_TYPE_Q4_0: return multiply_some_codes<q4_0>(rows, size, n, d, own, scales, sums, n_x, out, os);
-        case GGML_TYPE_IQ4_NL: return multiply_some_codes<iq4_nl>(rows, size, n, d, own, scales, sums, n_x, out, os);
-        default:             return multiply_some_codes<q4_1>(rows, size, n, d, own, scales, sums, n_x, out, os);
+        case GGML_TYPE_Q8_0: return multiply_code_columns<q8_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
+        case GGML_TYPE_Q5_0: return multiply_code_columns<q5_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
+        case GGML_TYPE_Q4_0: return multiply_code_columns<q4_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
+        case GGML_TYPE_IQ4_NL: return multiply_code_columns<iq4_nl>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
+        default:             return multiply_code_columns<q4_1>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
     }
 #else
     (void) type, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) first_x, (void) n_x, (void) out, (void) os;
@@ -407,7 +408,7 @@ void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n
 void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
-        const auto run = [&](auto source) { add_some<decltype(source)>(rows, n, d, wx, n_y, y, ys); };
+        const auto run = [&](auto source) { add_to_sums<decltype(source)>(rows, n, d, wx, n_y, y, ys); };
         if (with_source(type, run)) {
             return;
         }
@@ -418,15 +419,15 @@ void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t d, int64
 
 void add_rows(
         ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int64_t wx, int n_y, float * y, int64_t ys) {
-    weighted_row some[n_listed];
-    int n_some = 0;
+    weighted_row list[n_list];
+    int n_listed = 0;
     for (int i = 0; i < n; ++i) {
-        if (any(w + i, wx, n_y)) {
-            some[n_some++] = { rows + i*size, w + i };
+        if (has_weight(w + i, wx, n_y)) {
+            list[n_listed++] = { rows + i*size, w + i };
         }
-        if (n_some == n_listed || i == n - 1) {
-            add_rows(type, some, n_some, d, wx, n_y, y, ys);
-            n_some = 0;
+        if (n_listed == n_list || i == n - 1) {
+            add_rows(type, list, n_listed, d, wx, n_y, y, ys);
+            n_listed = 0;
         }
     }
 }

@@ -16,17 +16,18 @@ constexpr int n_few_columns = 8;
 void prefetch(const uint8_t * rows, size_t n_bytes);
 
 // Multiply n rows with n_x columns (at most n_few_columns): out[q*os + i] is the product of row i and x[q*n_embd ...].
-// If `at` is not null, row at[i] is multiplied instead of row i
+// If `indices` is not null, row indices[i] is multiplied instead of row i
 void multiply_rows(
-        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os, const uint8_t * at = nullptr);
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os,
+        const uint8_t * indices = nullptr);
 
 // Rotate rows (RoPE) and multiply them with columns. Row i is multiplied by the Hadamard matrix of size n_map (unless
-// n_map is 0), then rotated by `from - by[i]` positions, and then multiplied as in multiply_rows. `rotations` gives `from`:
-// it points to the rotation by `from` positions in the table rotations::small_rotations(). Call this only if can_rotate is true,
+// n_map is 0), then rotated by delta - offsets[i] positions, and then multiplied as in multiply_rows. `rotations` points
+// to the rotation by `delta` positions in the table rotations::small_rotations(). Call this only if can_rotate is true,
 // which depends on the type and the CPU.
 void multiply_rotated_rows(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * rotations, bool are_halves,
-        const uint8_t * by, float * out, int os);
+        const uint8_t * offsets, float * out, int os);
 bool can_rotate(ggml_type type, int64_t n_embd);
 
 // columns in 8 bits, with one scale per group of 32 numbers
@@ -35,7 +36,7 @@ struct byte_columns {
     std::vector<float>  scales; // Scale of each group: [column][n_embd/32].
     std::vector<float>  sums;   // Sum of each group's numbers, multiplied by its scale: [column][n_embd/32].
 
-    void set(const float * x, int n_x, int64_t n_embd);
+    void set(const float * columns, int n_x, int64_t n_embd);
 };
 
 // Multiply as in multiply_rows, but with columns in 8 bits: the columns first_x .. first_x + n_x - 1 of x. Call this

@@ -80,8 +80,8 @@ static int create(const std::string & path) {
 static int grow(int fd, off_t n_old, off_t n) {
     int error = 0;
 #if defined(__APPLE__)
-    fstore_t want = { F_ALLOCATEALL, F_PEOFPOSMODE, 0, n, 0 };
-    if (fcntl(fd, F_PREALLOCATE, &want) < 0 || ftruncate(fd, n_old + n) < 0) {
+    fstore_t request = { F_ALLOCATEALL, F_PEOFPOSMODE, 0, n, 0 };
+    if (fcntl(fd, F_PREALLOCATE, &request) < 0 || ftruncate(fd, n_old + n) < 0) {
         error = errno;
     }
 #else
@@ -120,9 +120,9 @@ slab_maps::~slab_maps() {
 }
 
 uint8_t * slab_maps::take() {
-    if (!empty.empty()) {
-        uint8_t * slab = empty.back();
-        empty.pop_back();
+    if (!free_slabs.empty()) {
+        uint8_t * slab = free_slabs.back();
+        free_slabs.pop_back();
         return slab;
     }
     if (n_slab/n_region == (int64_t) regions.size()) {
@@ -162,7 +162,7 @@ void slab_maps::give_back(uint8_t * slab) {
 #else
     madvise(slab, size, MADV_FREE);
 #endif
-    empty.push_back(slab);
+    free_slabs.push_back(slab);
 }
 
 void slab_maps::clear() {
@@ -170,7 +170,7 @@ void slab_maps::clear() {
         munmap(region, n_region*size);
     }
     regions.clear();
-    empty.clear();
+    free_slabs.clear();
     n_slab = 0;
 
     if (has_file() && ftruncate(fd, 0) < 0) {
@@ -211,10 +211,10 @@ void store::reserve(int64_t begin, int64_t end) {
 
 void store::fit(int64_t begin, int64_t end) {
     const int64_t n_old = slabs.size();
-    const int64_t from  = begin/n_block;
+    const int64_t i_new = begin/n_block; // index of the first slab
     const int64_t n     = n_slab(begin, end);
 
-    if (from == first && n == n_old) {
+    if (i_new == first && n == n_old) {
         return;
     }
 
@@ -224,8 +224,8 @@ void store::fit(int64_t begin, int64_t end) {
 
     // the code below cannot fail, so the slabs change only if there is enough memory
     for (int64_t i = first; i < first + n_old; ++i) {
-        if (i >= from && i < from + n) {
-            fitting[i - from] = slabs[i - first];
+        if (i >= i_new && i < i_new + n) {
+            fitting[i - i_new] = slabs[i - first];
         } else {
             spares.push_back(slabs[i - first]);
         }
@@ -238,7 +238,7 @@ void store::fit(int64_t begin, int64_t end) {
     }
 
     slabs = std::move(fitting);
-    first = from;
+    first = i_new;
 }
 
 void store::trim() {

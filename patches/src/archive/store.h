@@ -43,7 +43,7 @@ private:
     int64_t n_slab = 0;
 
     std::vector<uint8_t *> regions;
-    std::vector<uint8_t *> empty; // slabs that were given back
+    std::vector<uint8_t *> free_slabs; // slabs that were given back
 };
 
 class store {

@@ -20,8 +20,8 @@ public:
     class group {
         friend class workers;
 
-        int         n_left = 0;
-        std::string failed; // reason of the last failure
+        int         n_pending = 0;
+        std::string error; // reason of the last failure
     };
 
     explicit workers(size_t n_thread) {
@@ -30,33 +30,33 @@ public:
                 threads.emplace_back([this, t] { run(t); });
             }
         } catch (...) {
-            end();
+            stop();
             throw;
         }
     }
 
     // Work that has not begun is dropped.
-    ~workers() { end(); }
+    ~workers() { stop(); }
 
     workers(const workers &) = delete;
 
     size_t size() const { return threads.size(); }
 
     // work(thread) is called by one of the threads.
-    void add(group & of, std::function<void (size_t)> work) {
+    void add(group & group, std::function<void (size_t)> work) {
         {
             std::lock_guard<std::mutex> lock(mutex);
-            queue.emplace_back(&of, std::move(work));
-            ++of.n_left; // only now, because emplace_back may throw
+            queue.emplace_back(&group, std::move(work));
+            ++group.n_pending; // only now, because emplace_back may throw
         }
         changed.notify_all();
     }
 
     // Wait until all work of a group is done. Returns the reason of a failure, or an empty string.
-    std::string wait(group & of) {
+    std::string wait(group & group) {
         std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [&] { return of.n_left == 0; });
-        return std::exchange(of.failed, {});
+        changed.wait(lock, [&] { return group.n_pending == 0; });
+        return std::exchange(group.error, {});
     }
 
 private:
@@ -66,12 +66,12 @@ private:
 
     std::deque<std::pair<group *, std::function<void (size_t)>>> queue;
 
-    bool is_over = false;
+    bool is_stopped = false;
 
-    void end() {
+    void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex);
-            is_over = true;
+            is_stopped = true;
         }
         changed.notify_all();
         for (auto & t : threads) {
@@ -82,11 +82,11 @@ private:
     void run(size_t thread) {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            changed.wait(lock, [&] { return is_over || !queue.empty(); });
-            if (is_over) {
+            changed.wait(lock, [&] { return is_stopped || !queue.empty(); });
+            if (is_stopped) {
                 return;
             }
-            const auto [of, work] = std::move(queue.front());
+            const auto [group, work] = std::move(queue.front());
             queue.pop_front();
 
             lock.unlock();
@@ -99,9 +99,9 @@ private:
             lock.lock();
 
             if (!why.empty()) {
-                of->failed = why;
+                group->error = why;
             }
-            --of->n_left;
+            --group->n_pending;
             changed.notify_all();
         }
     }
