@@ -28,8 +28,8 @@
 using namespace kvtool;
 
 static std::map<std::string, void (*)()> & checks() {
-    static std::map<std::string, void (*)()> all;
-    return all;
+    static std::map<std::string, void (*)()> res;
+    return res;
 }
 
 static bool add_check(const char * name, void (*check)()) {
@@ -67,10 +67,10 @@ static bool throws(F && f) {
 
 static std::vector<float> normal(size_t n, unsigned seed, float size = 1.0f) {
     std::mt19937 random(seed);
-    std::normal_distribution<float> some(0.0f, size);
+    std::normal_distribution<float> distribution(0.0f, size);
     std::vector<float> res(n);
     for (auto & x : res) {
-        x = some(random);
+        x = distribution(random);
     }
     return res;
 }
@@ -89,20 +89,20 @@ CHECK(conversions_equal_those_of_ggml) {
     constexpr int n = 160;
     const auto x = normal(n, 1);
     for (const ggml_type type : types) {
-        std::vector<uint8_t> own(ggml_row_size(type, n)), theirs(own.size());
-        from_float(type, x.data(), own.data(), n);
+        std::vector<uint8_t> bytes(ggml_row_size(type, n)), ggml_bytes(bytes.size());
+        from_float(type, x.data(), bytes.data(), n);
         if (type == GGML_TYPE_F32) {
-            memcpy(theirs.data(), x.data(), theirs.size());
+            memcpy(ggml_bytes.data(), x.data(), ggml_bytes.size());
         } else {
-            ggml_quantize_chunk(type, x.data(), theirs.data(), 0, 1, n, nullptr);
+            ggml_quantize_chunk(type, x.data(), ggml_bytes.data(), 0, 1, n, nullptr);
         }
 
         std::vector<float> y(n), z(n);
-        to_float(type, own.data(), y.data(), n);
+        to_float(type, bytes.data(), y.data(), n);
         if (type == GGML_TYPE_F32) {
             z = x;
         } else {
-            ggml_get_type_traits(type)->to_float(own.data(), z.data(), n);
+            ggml_get_type_traits(type)->to_float(bytes.data(), z.data(), n);
         }
         // compare bits, so that zeros must also have the same sign
         EXPECT(memcmp(y.data(), z.data(), n*sizeof(float)) == 0);
@@ -112,11 +112,11 @@ CHECK(conversions_equal_those_of_ggml) {
             EXPECT_NEAR(y[i], x[i], step);
         }
         if (type == GGML_TYPE_F16 || type == GGML_TYPE_F32) {
-            EXPECT(own == theirs);
+            EXPECT(bytes == ggml_bytes);
         }
 
         std::vector<ggml_fp16_t> halves(n);
-        to_half(type, own.data(), halves.data(), n);
+        to_half(type, bytes.data(), halves.data(), n);
         for (int i = 0; i < n; ++i) {
             EXPECT(halves[i] == ggml_fp32_to_fp16(y[i]));
         }
@@ -125,12 +125,12 @@ CHECK(conversions_equal_those_of_ggml) {
 
 CHECK(transpose_swaps_rows_and_columns) {
     constexpr int n_row = 5, n_column = 7;
-    std::vector<uint16_t> from(n_row*n_column), to(from.size());
-    std::iota(from.begin(), from.end(), 0);
-    transpose((const uint8_t *) from.data(), (uint8_t *) to.data(), n_row, n_column, sizeof(uint16_t));
+    std::vector<uint16_t> src(n_row*n_column), dst(src.size());
+    std::iota(src.begin(), src.end(), 0);
+    transpose((const uint8_t *) src.data(), (uint8_t *) dst.data(), n_row, n_column, sizeof(uint16_t));
     for (int r = 0; r < n_row; ++r) {
         for (int c = 0; c < n_column; ++c) {
-            EXPECT(to[c*n_row + r] == from[r*n_column + c]);
+            EXPECT(dst[c*n_row + r] == src[r*n_column + c]);
         }
     }
 }
@@ -230,48 +230,48 @@ CHECK(exponentials_are_relative_to_the_maximum) {
     std::vector<float> e(48);
     const auto part = exponentials(x.data(), n, 0.5f, e.data());
 
-    const float most = *std::max_element(logits.begin(), logits.begin() + n);
-    EXPECT_NEAR(part.most, 0.5f*most, 1e-6);
+    const float max = *std::max_element(logits.begin(), logits.begin() + n);
+    EXPECT_NEAR(part.max, 0.5f*max, 1e-6);
     double sum = 0.0;
     for (int i = 0; i < n; ++i) {
-        EXPECT_NEAR(e[i], std::exp(0.5*logits[i] - 0.5*most), 1e-5);
-        sum += std::exp(0.5*logits[i] - 0.5*most);
+        EXPECT_NEAR(e[i], std::exp(0.5*logits[i] - 0.5*max), 1e-5);
+        sum += std::exp(0.5*logits[i] - 0.5*max);
     }
     EXPECT_NEAR(part.sum, sum, 1e-4);
 
     double above = 0.0;
-    const auto all = e;
+    const auto unfiltered = e;
     std::fill(e.begin() + n, e.end(), 1.0f); // keep_above must ignore the elements after the first n
-    const float kept = keep_above(e.data(), n, 0.1f);
+    const float sum_above = keep_above(e.data(), n, 0.1f);
     for (int i = 0; i < n; ++i) {
-        EXPECT(e[i] == (all[i] > 0.1f ? all[i] : 0.0f));
+        EXPECT(e[i] == (unfiltered[i] > 0.1f ? unfiltered[i] : 0.0f));
         above += e[i];
     }
-    EXPECT_NEAR(kept, above, 1e-5);
+    EXPECT_NEAR(sum_above, above, 1e-5);
 }
 
 CHECK(sums_of_columns_follow_a_rising_maximum) {
     constexpr int n = 9, n_column = 16;
-    std::vector<float> most(n_column, -INFINITY), factor(n_column), sum(n_column);
+    std::vector<float> max(n_column, -INFINITY), factor(n_column), sum(n_column);
     std::vector<double> sums(n_column, 0.0), expected(n_column, 0.0);
-    std::vector<float> seen;
+    std::vector<float> logits;
     for (unsigned batch = 0; batch < 3; ++batch) {
         auto x = normal(n*n_column, batch, 3.0f);
-        seen.insert(seen.end(), x.begin(), x.end());
-        exponential_columns(x.data(), n, n_column, 2.0f, most.data(), factor.data(), sum.data());
+        logits.insert(logits.end(), x.begin(), x.end());
+        exponential_columns(x.data(), n, n_column, 2.0f, max.data(), factor.data(), sum.data());
         for (int q = 0; q < n_column; ++q) {
             sums[q] = sums[q]*factor[q] + sum[q];
         }
     }
     for (int q = 0; q < n_column; ++q) {
         double top = -INFINITY;
-        for (size_t i = q; i < seen.size(); i += n_column) {
-            top = std::max(top, 2.0*seen[i]);
+        for (size_t i = q; i < logits.size(); i += n_column) {
+            top = std::max(top, 2.0*logits[i]);
         }
-        for (size_t i = q; i < seen.size(); i += n_column) {
-            expected[q] += std::exp(2.0*seen[i] - top);
+        for (size_t i = q; i < logits.size(); i += n_column) {
+            expected[q] += std::exp(2.0*logits[i] - top);
         }
-        EXPECT_NEAR(most[q], top, 1e-5);
+        EXPECT_NEAR(max[q], top, 1e-5);
         EXPECT_NEAR(sums[q], expected[q], 1e-4);
     }
 }
@@ -312,9 +312,9 @@ CHECK(numbers_in_iq4_nl_are_near_and_do_not_shrink) {
         return sum/n;
     };
     ggml_get_type_traits(GGML_TYPE_IQ4_NL)->from_float_ref(x.data(), bytes.data(), n);
-    const double theirs = error();
+    const double ggml_error = error();
     from_float(GGML_TYPE_IQ4_NL, x.data(), bytes.data(), n);
-    EXPECT(error() < 0.95*theirs);
+    EXPECT(error() < 0.95*ggml_error);
     for (int g = 0; g < n; g += 32) {
         EXPECT_NEAR(dot(x.data() + g, y.data() + g, 32)/dot(x.data() + g, x.data() + g, 32), 1.0, 1e-3);
     }
@@ -347,11 +347,11 @@ CHECK(keys_are_rotated_as_rope_defines) {
             const rotations rope(rope_of(mode, n_dims, first), n_embd, n_ctx);
             // the last delta is too large for the tables of angles
             for (const int64_t delta : { 0, 1, -1, 255, 256, -300, 4000, -4000, 100000 }) {
-                auto own = key;
-                rope.rotate(own.data(), delta);
+                auto rotated_key = key;
+                rope.rotate(rotated_key.data(), delta);
                 const auto expected = rotated(key, delta, mode, n_dims, first);
                 for (int e = 0; e < n_embd; ++e) {
-                    EXPECT_NEAR(own[e], expected[e], 2e-3);
+                    EXPECT_NEAR(rotated_key[e], expected[e], 2e-3);
                 }
             }
         }
@@ -361,12 +361,12 @@ CHECK(keys_are_rotated_as_rope_defines) {
 CHECK(rotating_the_query_equals_rotating_the_key_backwards) {
     const auto key = normal(n_embd, 1), query = normal(n_embd, 2);
     for (const int n_map : { 0, 32 }) {
-        auto how = rope_of(GGML_ROPE_TYPE_NEOX);
-        how.n_map = n_map;
+        auto params = rope_of(GGML_ROPE_TYPE_NEOX);
+        params.n_map = n_map;
         for (int e = 0; e < n_embd; ++e) {
-            how.scale.push_back(1.0f + 0.01f*e);
+            params.scale.push_back(1.0f + 0.01f*e);
         }
-        const rotations rope(how, n_embd, n_ctx);
+        const rotations rope(params, n_embd, n_ctx);
         auto k = key, q = query;
         rope.rotate(k.data(), -77);
         rope.rotate_query(q.data(), 77);
@@ -383,22 +383,22 @@ CHECK(pair_products_equal_products_with_rotated_keys) {
     const auto key = normal(n_embd, 1), query = normal(n_embd, 2);
     for (const int mode : { GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX }) {
         for (const auto & [n_dims, first, n_map] : { std::tuple(n_embd, 0, 0), std::tuple(40, 24, 32), std::tuple(24, 8, 0), std::tuple(0, 0, 0) }) {
-            auto how = rope_of(mode, n_dims, first);
-            how.n_map = n_map;
+            auto params = rope_of(mode, n_dims, first);
+            params.n_map = n_map;
             for (int e = 0; e < n_embd && n_dims > 0; ++e) {
-                how.scale.push_back(1.0f + 0.01f*e);
+                params.scale.push_back(1.0f + 0.01f*e);
             }
-            const rotations rope(how, n_embd, n_ctx);
+            const rotations rope(params, n_embd, n_ctx);
             auto k = key, q = query;
             rope.undo_key(k.data());
             rope.undo_query(q.data());
             std::vector<float> pairs(rope.n_rotated());
-            const float rest = rope.multiply_pairs(q.data(), k.data(), pairs.data());
+            const float unrotated = rope.multiply_pairs(q.data(), k.data(), pairs.data());
 
             for (const int delta : { 0, 1, 255 }) {
                 auto expected = key;
                 rope.rotate(expected.data(), delta);
-                EXPECT_NEAR(dot(pairs.data(), rope.pair_rotations() + delta*rope.n_rotated(), rope.n_rotated()) + rest, dot(query.data(), expected.data(), n_embd), 1e-3);
+                EXPECT_NEAR(dot(pairs.data(), rope.pair_rotations() + delta*rope.n_rotated(), rope.n_rotated()) + unrotated, dot(query.data(), expected.data(), n_embd), 1e-3);
             }
         }
     }
@@ -414,19 +414,19 @@ CHECK(products_with_rotation_equal_products_with_rotated_keys) {
             }
             const size_t size = ggml_row_size(type, n_embd);
             const auto numbers = normal(n*n_embd, 1), x = normal(n_x*n_embd, 2);
-            std::vector<uint8_t> rows(n*size), by(n);
+            std::vector<uint8_t> rows(n*size), offsets(n);
             for (int i = 0; i < n; ++i) {
                 from_float(type, numbers.data() + i*n_embd, rows.data() + i*size, n_embd);
-                by[i] = 13*i % 256;
+                offsets[i] = 13*i % 256;
             }
             std::vector<float> out(n_x*n), key(n_embd);
-            multiply_rotated_rows(type, n_map, rows.data(), size, n, n_embd, x.data(), n_x, rope.small_rotations() + 255*2*n_embd, rope.are_halves(), by.data(), out.data(), n);
+            multiply_rotated_rows(type, n_map, rows.data(), size, n, n_embd, x.data(), n_x, rope.small_rotations() + 255*2*n_embd, rope.are_halves(), offsets.data(), out.data(), n);
             for (int i = 0; i < n; ++i) {
                 to_float(type, rows.data() + i*size, key.data(), n_embd);
                 if (n_map > 0) {
                     hadamard(key.data(), n_embd, n_map);
                 }
-                rope.rotate(key.data(), 255 - by[i]);
+                rope.rotate(key.data(), 255 - offsets[i]);
                 for (int q = 0; q < n_x; ++q) {
                     EXPECT_NEAR(out[q*n + i], dot(x.data() + q*n_embd, key.data(), n_embd), 2e-3);
                 }
@@ -453,12 +453,12 @@ static std::vector<float> groups(int n, int d, unsigned seed, float noise) {
 
 CHECK(kmeans_finds_groups_that_lie_apart) {
     constexpr int n = 256, d = 16;
-    const auto x  = groups(n, d, 1, 0.1f);
-    const auto of = kmeans(x.data(), n, d, n_cluster);
+    const auto x        = groups(n, d, 1, 0.1f);
+    const auto assigned = kmeans(x.data(), n, d, n_cluster);
     for (int i = n_cluster; i < n; ++i) {
-        EXPECT(of[i] == of[i % n_cluster]);
+        EXPECT(assigned[i] == assigned[i % n_cluster]);
     }
-    EXPECT(std::set<int>(of.begin(), of.end()).size() == n_cluster);
+    EXPECT(std::set<int>(assigned.begin(), assigned.end()).size() == n_cluster);
 }
 
 CHECK(kmeans_gives_an_unusual_point_a_separate_cluster) {
@@ -467,20 +467,20 @@ CHECK(kmeans_gives_an_unusual_point_a_separate_cluster) {
     for (int e = 0; e < d; ++e) {
         x[77*d + e] = 40.0f;
     }
-    const auto of = kmeans(x.data(), n, d, n_cluster);
-    EXPECT(std::count(of.begin(), of.end(), of[77]) == 1);
+    const auto assigned = kmeans(x.data(), n, d, n_cluster);
+    EXPECT(std::count(assigned.begin(), assigned.end(), assigned[77]) == 1);
 }
 
 CHECK(kmeans_assigns_most_points_to_the_nearest_mean) {
     constexpr int n = 256, d = 8;
-    const auto x  = normal(n*d, 1);
-    const auto of = kmeans(x.data(), n, d, n_cluster);
+    const auto x        = normal(n*d, 1);
+    const auto assigned = kmeans(x.data(), n, d, n_cluster);
     std::vector<double> mean(n_cluster*d, 0.0);
     std::vector<int> size(n_cluster, 0);
     for (int i = 0; i < n; ++i) {
-        ++size[of[i]];
+        ++size[assigned[i]];
         for (int e = 0; e < d; ++e) {
-            mean[of[i]*d + e] += x[i*d + e];
+            mean[assigned[i]*d + e] += x[i*d + e];
         }
     }
     int n_nearest = 0;
@@ -492,7 +492,7 @@ CHECK(kmeans_assigns_most_points_to_the_nearest_mean) {
             }
             far[c] = size[c] > 0 ? far[c] : INFINITY;
         }
-        n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == of[i];
+        n_nearest += std::min_element(far.begin(), far.end()) - far.begin() == assigned[i];
     }
     // kmeans moves the means after the last assignment of points. Therefore a few points may be nearer to another mean.
     EXPECT(n_nearest > n*8/10);
@@ -529,48 +529,48 @@ static row_clusters clustered_row(int n_block, bool one_base, std::vector<std::v
     return res;
 }
 
-// The row stores means, sizes and spreads in lists, with one place for each cluster. block_at and cluster_at give the
-// cluster of a place. Expect that the stored numbers are right. A spread is the sum of the variances of all elements.
+// The row stores means, sizes and spreads in lists, with one entry for each cluster. block_of and index_in_block give the
+// cluster of an entry. Expect that the stored numbers are right. A spread is the sum of the variances of all elements.
 static void expect_means(const row_clusters & row, const std::vector<std::vector<float>> & keys, double tolerance_v = 0.05) {
     std::vector<float> key(n_embd), value(n_embd);
-    std::set<std::pair<int64_t, int>> seen;
+    std::set<std::pair<int64_t, int>> clusters;
     std::map<int64_t, std::vector<double>> squares; // [block], [element]: squared distances from the cluster's mean
-    for (size_t place = 0; place < (size_t) (row.end() - row.begin())*n_cluster; ++place) {
-        const int64_t block = row.block_at(place);
-        const int     c     = row.cluster_at(place);
-        const auto  & own   = row[block];
-        EXPECT(seen.insert({ block, c }).second);
-        EXPECT(row.clusters.sizes[place] == own.start[c + 1] - own.start[c]);
+    for (size_t i_cluster = 0; i_cluster < (size_t) (row.end() - row.begin())*n_cluster; ++i_cluster) {
+        const int64_t block  = row.block_of(i_cluster);
+        const int     c      = row.index_in_block(i_cluster);
+        const auto  & sealed = row[block];
+        EXPECT(clusters.insert({ block, c }).second);
+        EXPECT(row.clusters.sizes[i_cluster] == sealed.start[c + 1] - sealed.start[c]);
 
         std::vector<double> sum(n_embd, 0.0);
-        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
+        for (int slot = sealed.start[c]; slot < sealed.start[c + 1]; ++slot) {
             for (int e = 0; e < n_embd; ++e) {
-                sum[e] += keys[block][own.order[at]*n_embd + e];
+                sum[e] += keys[block][sealed.order[slot]*n_embd + e];
             }
         }
-        get_key(row.clusters.packs.data() + place/n_pack*row.pack_size(), place % n_pack, key.data(), n_embd);
-        row.clusters.get_value(place, value.data());
+        get_key(row.clusters.packs.data() + i_cluster/n_pack*row.pack_size(), i_cluster % n_pack, key.data(), n_embd);
+        row.clusters.get_value(i_cluster, value.data());
         for (int e = 0; e < n_embd; ++e) {
-            const double mean = sum[e]/std::max<int>(row.clusters.sizes[place], 1);
+            const double mean = sum[e]/std::max<int>(row.clusters.sizes[i_cluster], 1);
             EXPECT_NEAR(key  [e], mean, 0.05);
             EXPECT_NEAR(value[e], mean, tolerance_v);
         }
         double spread = 0.0;
         squares[block].resize(n_embd);
-        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
+        for (int slot = sealed.start[c]; slot < sealed.start[c + 1]; ++slot) {
             for (int e = 0; e < n_embd; ++e) {
-                const double x = keys[block][own.order[at]*n_embd + e] - sum[e]/row.clusters.sizes[place];
+                const double x = keys[block][sealed.order[slot]*n_embd + e] - sum[e]/row.clusters.sizes[i_cluster];
                 squares[block][e] += x*x;
-                spread += x*x/row.clusters.sizes[place];
+                spread += x*x/row.clusters.sizes[i_cluster];
             }
         }
-        EXPECT_NEAR(row.clusters.spreads[place], spread, 1e-3);
+        EXPECT_NEAR(row.clusters.spreads[i_cluster], spread, 1e-3);
     }
     // `variance` must weight an element by its share of a block's squared distances, averaged over all blocks
     for (int e = 0; e < n_embd; ++e) {
         double mean = 0.0;
-        for (const auto & [block, of] : squares) {
-            mean += of[e]/std::accumulate(of.begin(), of.end(), 0.0)/squares.size();
+        for (const auto & [block, sums] : squares) {
+            mean += sums[e]/std::accumulate(sums.begin(), sums.end(), 0.0)/squares.size();
         }
         std::vector<float> query(n_embd, 0.0f);
         query[e] = 2.0f;
@@ -602,8 +602,8 @@ CHECK(clusters_of_saved_memberships_equal_the_computed_clusters) {
     const auto keys = normal(200*n_embd, 1);
     row_clusters a(n_embd, n_embd), b(n_embd, n_embd);
     a.set(5, 56, { true, 0 }, keys.data(), keys.data(), nullptr); // the archive begins at token 56 of block 5
-    const membership known = a[5].members();
-    b.set(5, 56, { true, 0 }, keys.data(), keys.data(), &known);
+    const membership members = a[5].members();
+    b.set(5, 56, { true, 0 }, keys.data(), keys.data(), &members);
     EXPECT(a[5].order == b[5].order && a[5].start == b[5].start);
     EXPECT(a.clusters.packs == b.clusters.packs && a.clusters.values == b.clusters.values);
     EXPECT(a.clusters.spreads == b.clusters.spreads && a.variance(keys.data()) == b.variance(keys.data()));
@@ -612,7 +612,7 @@ CHECK(clusters_of_saved_memberships_equal_the_computed_clusters) {
 
 static double squares_around_mean(const std::vector<double> & x) {
     const double mean = std::accumulate(x.begin(), x.end(), 0.0)/std::max<size_t>(x.size(), 1);
-    return std::accumulate(x.begin(), x.end(), 0.0, [&](double sum, double one) { return sum + (one - mean)*(one - mean); });
+    return std::accumulate(x.begin(), x.end(), 0.0, [&](double sum, double element) { return sum + (element - mean)*(element - mean); });
 }
 
 CHECK(sets_are_means_of_their_clusters) {
@@ -621,16 +621,16 @@ CHECK(sets_are_means_of_their_clusters) {
     EXPECT(row.is_grouped(0) && row.is_grouped(n_grouped - 1) && !row.is_grouped(n_grouped));
     expect_means(row, keys);
 
-    std::vector<float> key(n_embd), one(n_embd);
+    std::vector<float> key(n_embd), cluster_key(n_embd);
     for (int s = 0; s < n_set; ++s) {
         std::vector<double> sum(n_embd, 0.0);
         int n = 0;
-        for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_pack; ++place) {
-            get_key(row.clusters.packs.data() + place/n_pack*row.pack_size(), place % n_pack, one.data(), n_embd);
+        for (size_t i_cluster = row.first_in_set(s); i_cluster < row.first_in_set(s) + n_pack; ++i_cluster) {
+            get_key(row.clusters.packs.data() + i_cluster/n_pack*row.pack_size(), i_cluster % n_pack, cluster_key.data(), n_embd);
             for (int e = 0; e < n_embd; ++e) {
-                sum[e] += (double) one[e]*row.clusters.sizes[place];
+                sum[e] += (double) cluster_key[e]*row.clusters.sizes[i_cluster];
             }
-            n += row.clusters.sizes[place];
+            n += row.clusters.sizes[i_cluster];
         }
         EXPECT(row.sets.sizes[s] == n);
         get_key(row.sets.packs.data(), s, key.data(), n_embd);
@@ -641,11 +641,11 @@ CHECK(sets_are_means_of_their_clusters) {
         double spread = 0.0;
         for (int e = 0; e < n_embd; ++e) {
             std::vector<double> x;
-            for (size_t place = row.place_of_set(s); place < row.place_of_set(s) + n_pack; ++place) {
-                const auto & own = row[row.block_at(place)];
-                const int    c   = row.cluster_at(place);
-                for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
-                    x.push_back(keys[row.block_at(place)][own.order[at]*n_embd + e]);
+            for (size_t i_cluster = row.first_in_set(s); i_cluster < row.first_in_set(s) + n_pack; ++i_cluster) {
+                const auto & sealed = row[row.block_of(i_cluster)];
+                const int    c      = row.index_in_block(i_cluster);
+                for (int slot = sealed.start[c]; slot < sealed.start[c + 1]; ++slot) {
+                    x.push_back(keys[row.block_of(i_cluster)][sealed.order[slot]*n_embd + e]);
                 }
             }
             spread += squares_around_mean(x)/n;
@@ -695,8 +695,8 @@ static void expect_marks(const store & memory, int64_t begin, int64_t end) {
 
 static void mark(const store & memory, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += store::n_block) {
-        const int64_t own = i/store::n_block;
-        memcpy(memory.at(i), &own, sizeof(own));
+        const int64_t i_slab = i/store::n_block;
+        memcpy(memory.at(i), &i_slab, sizeof(i_slab));
     }
 }
 
@@ -762,7 +762,7 @@ static archive_params params_of(ggml_type type = GGML_TYPE_F32, int n_exact = 12
 // A stream of random tokens, and an archive of the tokens that were pushed. `keys` are not rotated. `push` rotates them
 // like the cache: to their positions minus the current base.
 struct stream {
-    archive own;
+    archive tokens;
     int64_t n_max;
     int64_t base = 0;
 
@@ -771,7 +771,7 @@ struct stream {
     std::vector<std::vector<float>> keys, values; // [layer], [token][head][n_embd]
 
     explicit stream(const archive_params & params, int64_t n_max = archive::max_pos, int n_token = 2304, float noise = 0.0f) : n_max(n_max) {
-        own.make(params, { n_layer, { n_head, n_embd, n_embd, rope_of(GGML_ROPE_TYPE_NEOX) } });
+        tokens.make(params, { n_layer, { n_head, n_embd, n_embd, rope_of(GGML_ROPE_TYPE_NEOX) } });
         for (int l = 0; l < n_layer; ++l) {
             keys  .push_back(noise > 0.0f ? groups(n_token, n_dim, l, noise) : normal(n_token*n_dim, l));
             values.push_back(normal(n_token*n_dim, l + 10));
@@ -782,38 +782,38 @@ struct stream {
     const float * value(int l, int head, int64_t i) const { return values[l].data() + (i*n_head + head)*n_embd; }
 
     void start_over() {
-        base = own.end();
-        own.set_base(base);
+        base = tokens.end();
+        tokens.set_base(base);
     }
 
     void push(int n) {
-        const int64_t pos = own.end();
-        const evicted_tokens some = { nullptr, n, pos, n_max, pos + n - base };
-        own.reserve(some);
-        const int64_t first = own.start(some);
+        const int64_t pos = tokens.end();
+        const evicted_tokens evicted = { nullptr, n, pos, n_max, pos + n - base };
+        tokens.reserve(evicted);
+        const int64_t first = tokens.start(evicted);
         bases.resize(pos);
         bases.resize(pos + n, base);
         for (int l = 0; l < n_layer; ++l) {
             std::vector<float> k(keys[l].begin() + pos*n_dim, keys[l].begin() + (pos + n)*n_dim);
             const float * v = value(l, 0, pos);
             for (int i = 0; i < n*n_head; ++i) {
-                own.rotations_of(l).rotate(k.data() + i*n_embd, pos + i/n_head - base);
+                tokens.rotations_of(l).rotate(k.data() + i*n_embd, pos + i/n_head - base);
             }
             // tokens before `first` are too old for n_max, and are not stored
-            const int64_t from = std::max(pos, first);
+            const int64_t pos_0 = std::max(pos, first);
             const auto bytes = [&](const float * x) {
-                return std::vector<uint8_t>((const uint8_t *) (x + (from - pos)*n_dim), (const uint8_t *) (x + n*n_dim));
+                return std::vector<uint8_t>((const uint8_t *) (x + (pos_0 - pos)*n_dim), (const uint8_t *) (x + n*n_dim));
             };
             const gathered cells = { GGML_TYPE_F32, GGML_TYPE_F32, bytes(k.data()), bytes(v) };
-            own.put(l, from, cells);
+            tokens.put(l, pos_0, cells);
         }
-        own.finish(some, first, 2);
+        tokens.finish(evicted, first, 2);
     }
 };
 
-static std::vector<uint8_t> tokens_of(const archive & all, size_t layer, int64_t begin, int64_t end) {
-    std::vector<uint8_t> res((end - begin)*all.token_bytes(layer));
-    all.get(layer, res.data(), begin, end);
+static std::vector<uint8_t> tokens_of(const archive & tokens, size_t layer, int64_t begin, int64_t end) {
+    std::vector<uint8_t> res((end - begin)*tokens.token_bytes(layer));
+    tokens.get(layer, res.data(), begin, end);
     return res;
 }
 
@@ -824,12 +824,12 @@ static void expect_same(const archive & a, const archive & b) {
     for (int l = 0; l < n_layer; ++l) {
         EXPECT(tokens_of(a, l, a.begin(), a.end()) == tokens_of(b, l, b.begin(), b.end()));
         for (int head = 0; head < n_head; ++head) {
-            const auto & of_a = a.clusters_of(l, head);
-            const auto & of_b = b.clusters_of(l, head);
-            EXPECT(of_a.begin() == of_b.begin() && of_a.end() == of_b.end());
-            EXPECT(of_a.clusters.packs == of_b.clusters.packs && of_a.clusters.sizes == of_b.clusters.sizes);
-            for (int64_t block = of_a.begin(); block < of_a.end(); ++block) {
-                EXPECT(of_a[block].order == of_b[block].order && of_a[block].to == of_b[block].to);
+            const auto & row_a = a.clusters_of(l, head);
+            const auto & row_b = b.clusters_of(l, head);
+            EXPECT(row_a.begin() == row_b.begin() && row_a.end() == row_b.end());
+            EXPECT(row_a.clusters.packs == row_b.clusters.packs && row_a.clusters.sizes == row_b.clusters.sizes);
+            for (int64_t block = row_a.begin(); block < row_a.end(); ++block) {
+                EXPECT(row_a[block].order == row_b[block].order && row_a[block].origin == row_b[block].origin);
             }
         }
     }
@@ -840,19 +840,19 @@ CHECK(archive_returns_its_tokens_in_order) {
     s.push(100);
     s.push(900);
     s.push(600);
-    EXPECT(s.own.begin() == 0 && s.own.end() == 1600);
-    EXPECT(s.own.clusters_of(0, 0).end() == 6); // tokens of complete blocks are stored cluster by cluster
+    EXPECT(s.tokens.begin() == 0 && s.tokens.end() == 1600);
+    EXPECT(s.tokens.clusters_of(0, 0).end() == 6); // tokens of complete blocks are stored cluster by cluster
     std::vector<float> key(n_embd);
     for (int l = 0; l < n_layer; ++l) {
-        const auto raw = tokens_of(s.own, l, 250, 1600);
+        const auto raw = tokens_of(s.tokens, l, 250, 1600);
         for (int64_t i = 250; i < 1600; ++i) {
             for (int head = 0; head < n_head; ++head) {
                 const auto * got = (const float *) raw.data() + ((i - 250)*n_head + head)*2*n_embd;
                 EXPECT(std::equal(got + n_embd, got + 2*n_embd, s.value(l, head, i)));
 
-                s.own[l].keys(head, s.own.place_of(l, head, i), 1, key.data());
+                s.tokens[l].keys(head, s.tokens.slot_of(l, head, i), 1, key.data());
                 EXPECT(std::equal(got, got + n_embd, key.begin()));
-                s.own.rotations_of(l).rotate(key.data(), -i);
+                s.tokens.rotations_of(l).rotate(key.data(), -i);
                 for (int e = 0; e < n_embd; ++e) {
                     EXPECT_NEAR(key[e], s.key(l, head, i)[e], 1e-3);
                 }
@@ -864,25 +864,25 @@ CHECK(archive_returns_its_tokens_in_order) {
 CHECK(a_full_archive_deletes_its_oldest_tokens_by_whole_blocks) {
     stream s(params_of(), 1500);
     s.push(1500);
-    EXPECT(s.own.begin() == 0);
+    EXPECT(s.tokens.begin() == 0);
     s.push(10);
-    EXPECT(s.own.begin() == 256 && s.own.end() == 1510);
+    EXPECT(s.tokens.begin() == 256 && s.tokens.end() == 1510);
     s.push(246);
-    EXPECT(s.own.begin() == 256);
-    EXPECT(s.own.clusters_of(1, 1).begin() == 1);
+    EXPECT(s.tokens.begin() == 256);
+    EXPECT(s.tokens.clusters_of(1, 1).begin() == 1);
 
     stream few(params_of(), 500); // an archive as small as this has no clusters, and it deletes single tokens
     few.push(490);
     few.push(37);
-    EXPECT(few.own.begin() == 27 && few.own.clusters_of(0, 0).end() == 0);
+    EXPECT(few.tokens.begin() == 27 && few.tokens.clusters_of(0, 0).end() == 0);
 }
 
 CHECK(rows_are_clustered_at_different_steps) {
     stream s(params_of());
     s.push(256);
-    EXPECT(s.own.clusters_of(0, 0).end() == 1 && s.own.clusters_of(1, 1).end() == 0);
+    EXPECT(s.tokens.clusters_of(0, 0).end() == 1 && s.tokens.clusters_of(1, 1).end() == 0);
     s.push(64);
-    EXPECT(s.own.clusters_of(1, 1).end() == 1);
+    EXPECT(s.tokens.clusters_of(1, 1).end() == 1);
 }
 
 CHECK(tokens_keep_the_base_of_their_segment) {
@@ -892,14 +892,14 @@ CHECK(tokens_keep_the_base_of_their_segment) {
     s.push(500);
     s.start_over();
     s.push(10);
-    EXPECT(s.own.base() == 800);
+    EXPECT(s.tokens.base() == 800);
     for (const int64_t i : { 0, 299, 300, 799, 800, 809 }) {
-        EXPECT(s.own.base_of(i) == s.bases[i]);
+        EXPECT(s.tokens.base_of(i) == s.bases[i]);
     }
     // stretches() must return each token in exactly one range. The range's delta must be -7 for the first 50 tokens,
     // and the newest base minus the token's base for all other tokens.
     std::vector<int64_t> delta;
-    for (const auto & part : s.own.stretches(50, -7)) {
+    for (const auto & part : s.tokens.stretches(50, -7)) {
         EXPECT(part.begin == (int64_t) delta.size());
         delta.resize(part.end, part.delta);
     }
@@ -909,11 +909,11 @@ CHECK(tokens_keep_the_base_of_their_segment) {
     }
 
     s.start_over();
-    s.own.set_base(0); // no token was pushed after start_over, so the table does not have the new base
-    EXPECT(s.own.table() == std::vector<int64_t>({ 0, 810, 0, 0, 0, 300, 300, 800, 800, 810, 0 }));
+    s.tokens.set_base(0); // no token was pushed after start_over, so the table does not have the new base
+    EXPECT(s.tokens.table() == std::vector<int64_t>({ 0, 810, 0, 0, 0, 300, 300, 800, 800, 810, 0 }));
     s.n_max = 300;
     s.push(1); // deletes two blocks: the tokens before 512
-    EXPECT(s.own.frames.front().base == 300);
+    EXPECT(s.tokens.frames.front().base == 300);
 }
 
 CHECK(cutting_the_newest_tokens_restores_the_earlier_archive) {
@@ -934,23 +934,23 @@ CHECK(cutting_the_newest_tokens_restores_the_earlier_archive) {
             } else {
                 a.push(30); // so few tokens that n_max deletes no further block
             }
-            const bool is_whole = a.own.begin() == b.own.begin();
-            a.own.cut(end, end);
-            a.own.set_base(base);
+            const bool is_whole = a.tokens.begin() == b.tokens.begin();
+            a.tokens.cut(end, end);
+            a.tokens.set_base(base);
             a.base = base;
-            EXPECT(a.own.end() == end);
+            EXPECT(a.tokens.end() == end);
             if (is_whole) {
-                expect_same(a.own, b.own);
+                expect_same(a.tokens, b.tokens);
                 a.push(300);
                 b.push(300);
-                expect_same(a.own, b.own);
+                expect_same(a.tokens, b.tokens);
             }
         }
     }
     stream s(params_of());
     s.push(300);
-    s.own.cut(0, 0);
-    EXPECT(s.own.size() == 0);
+    s.tokens.cut(0, 0);
+    EXPECT(s.tokens.size() == 0);
 }
 
 CHECK(saved_archive_is_restored_with_its_clusters) {
@@ -959,47 +959,47 @@ CHECK(saved_archive_is_restored_with_its_clusters) {
     a.start_over();
     a.push(900);
 
-    const auto blocks = a.own.clustered();
+    const auto blocks = a.tokens.clustered();
     EXPECT(blocks[0] == 0 && blocks[1] == 0 && blocks[2] == 0 && blocks[3] == 2048);
-    std::vector<uint8_t> saved(blocks[3]/256*a.own.cluster_bytes());
-    EXPECT(a.own.get_clusters(saved.data(), 0, blocks[3], false));
-    EXPECT(!a.own.get_clusters(saved.data(), 0, blocks[3], true));
+    std::vector<uint8_t> saved(blocks[3]/256*a.tokens.cluster_bytes());
+    EXPECT(a.tokens.get_clusters(saved.data(), 0, blocks[3], false));
+    EXPECT(!a.tokens.get_clusters(saved.data(), 0, blocks[3], true));
 
-    b.own.expect(0, 2200);
+    b.tokens.expect(0, 2200);
     for (int l = 0; l < n_layer; ++l) {
-        const auto one = tokens_of(a.own, l, 0, 1000), two = tokens_of(a.own, l, 1000, 2200);
-        b.own.fill(l, { { one.data(), 0 }, { two.data(), 1000 } }, 0, 2200, 2);
+        const auto older = tokens_of(a.tokens, l, 0, 1000), newer = tokens_of(a.tokens, l, 1000, 2200);
+        b.tokens.fill(l, { { older.data(), 0 }, { newer.data(), 1000 } }, 0, 2200, 2);
     }
-    b.own.set_clusters(saved.data(), 0, blocks[3], false);
-    EXPECT(b.own.set_table(a.own.table()).empty());
-    EXPECT(b.own.seal_some(archive::max_pos, 1) == n_layer*n_head - 2); // a call with one thread clusters two rows
-    EXPECT(b.own.seal_some(archive::max_pos, 1) == 0);
-    expect_same(a.own, b.own);
+    b.tokens.set_clusters(saved.data(), 0, blocks[3], false);
+    EXPECT(b.tokens.set_table(a.tokens.table()).empty());
+    EXPECT(b.tokens.seal_some(archive::max_pos, 1) == n_layer*n_head - 2); // a call with one thread clusters two rows
+    EXPECT(b.tokens.seal_some(archive::max_pos, 1) == 0);
+    expect_same(a.tokens, b.tokens);
 }
 
 CHECK(invalid_tables_are_refused) {
     stream s(params_of());
     s.push(300);
-    const auto table = s.own.table();
-    EXPECT(s.own.set_table(table).empty());
+    const auto table = s.tokens.table();
+    EXPECT(s.tokens.set_table(table).empty());
     for (const auto & wrong : std::vector<std::vector<int64_t>> {
             { 0, 299, 0, 0, 0 }, { 0, 300, 301, 0, 0 }, { 0, 300, -1, 0, 0 }, { 0, 300, 0 }, { 0, 300, 0, 1, 0 },
             { 0, 300, 0, 0, -1 }, { 0, 300, 0, 0, archive::max_pos }, { 0, 300, 0, 0, 0, 0, 5 }, { 0, 300, 0, 0, 0, 301, 5 } }) {
-        EXPECT(!s.own.set_table(wrong).empty());
+        EXPECT(!s.tokens.set_table(wrong).empty());
     }
-    EXPECT(s.own.table() == table);
+    EXPECT(s.tokens.table() == table);
 }
 
 CHECK(deferred_clustering_gives_the_same_clusters) {
     stream a(params_of()), b(params_of());
     a.push(1100);
-    b.own.defer_seal(true, 1);
+    b.tokens.defer_seal(true, 1);
     b.push(600);
-    b.own.seal_layer(0, 1);
-    EXPECT(b.own.clusters_of(0, 1).end() == 2 && b.own.clusters_of(0, 0).end() == 0);
+    b.tokens.seal_layer(0, 1);
+    EXPECT(b.tokens.clusters_of(0, 1).end() == 2 && b.tokens.clusters_of(0, 0).end() == 0);
     b.push(500);
-    b.own.defer_seal(false, 2);
-    expect_same(a.own, b.own);
+    b.tokens.defer_seal(false, 2);
+    expect_same(a.tokens, b.tokens);
 }
 
 //
@@ -1019,20 +1019,20 @@ template <typename F>
 static defined attention_by_definition(
         const stream & s, int l, int head, const std::vector<float> & query, int64_t rot, const logit_params & logits, F && is_far, int64_t late = 0) {
     std::vector<double> x;
-    for (int64_t i = s.own.begin(); i < s.own.end(); ++i) {
-        const int64_t distance = is_far(i) ? s.own.n_near + late : rot + s.own.base() - i;
+    for (int64_t i = s.tokens.begin(); i < s.tokens.end(); ++i) {
+        const int64_t distance = is_far(i) ? s.tokens.n_near + late : rot + s.tokens.base() - i;
         const auto q = rotated(query, distance, GGML_ROPE_TYPE_NEOX, n_embd, 0);
         const double logit = logits.scale*dot(q.data(), s.key(l, head, i), n_embd);
         x.push_back(logits.cap > 0.0f ? logits.cap*std::tanh(logit/logits.cap) : logit);
     }
     defined res = { 0.0, std::vector<double>(n_embd, 0.0), {} };
-    const double most = *std::max_element(x.begin(), x.end());
+    const double max = *std::max_element(x.begin(), x.end());
     for (size_t i = 0; i < x.size(); ++i) {
-        const double e = std::exp(x[i] - most);
+        const double e = std::exp(x[i] - max);
         res.sum += e;
         res.attn.push_back(e);
         for (int d = 0; d < n_embd; ++d) {
-            res.value[d] += e*s.value(l, head, s.own.begin() + i)[d];
+            res.value[d] += e*s.value(l, head, s.tokens.begin() + i)[d];
         }
     }
     for (auto & v : res.value) {
@@ -1041,7 +1041,7 @@ static defined attention_by_definition(
     for (auto & a : res.attn) {
         a /= res.sum;
     }
-    res.sum = most + std::log(res.sum);
+    res.sum = max + std::log(res.sum);
     return res;
 }
 
@@ -1049,8 +1049,8 @@ static defined attention_by_definition(
 static std::vector<float> queries_at(const std::vector<std::vector<float>> & queries, int64_t rot) {
     std::vector<float> res;
     for (const auto & q : queries) {
-        const auto own = rotated(q, rot, GGML_ROPE_TYPE_NEOX, n_embd, 0);
-        res.insert(res.end(), own.begin(), own.end());
+        const auto rotated_query = rotated(q, rot, GGML_ROPE_TYPE_NEOX, n_embd, 0);
+        res.insert(res.end(), rotated_query.begin(), rotated_query.end());
     }
     return res;
 }
@@ -1067,8 +1067,8 @@ static std::vector<std::vector<float>> some_queries(int n, unsigned seed = 50) {
 // whole. Tokens without clusters are near.
 static auto far_blocks(const stream & s) {
     return [&s](int head, int64_t i) {
-        const auto & own = s.own.clusters_of(1, head);
-        return i/256 < own.end() && own[i/256].to.is_far;
+        const auto & row = s.tokens.clusters_of(1, head);
+        return i/256 < row.end() && row[i/256].origin.is_far;
     };
 }
 
@@ -1080,22 +1080,22 @@ template <typename F>
 static void expect_attention(
         const stream & s, int n_query, int64_t rot, const logit_params & logits, int n_exact, double limit, F && is_far) {
     const auto queries = some_queries(n_query);
-    const auto rotated  = queries_at(queries, rot);
+    const auto rotated_queries = queries_at(queries, rot);
 
     attention_work work;
-    attention one(s.own, 1, rot, n_query, logits, n_exact, work);
-    one.make_room();
+    attention layer_attn(s.tokens, 1, rot, n_query, logits, n_exact, work);
+    layer_attn.allocate();
     for (int head = 0; head < n_head; ++head) {
-        one.find(head, rotated.data());
+        layer_attn.find(head, rotated_queries.data());
     }
-    for (int part = 0; part < one.n_part(); ++part) {
-        one.attend(part);
+    for (int part = 0; part < layer_attn.n_part(); ++part) {
+        layer_attn.attend(part);
     }
     std::vector<float> value(n_embd);
     for (int head = 0; head < n_head; ++head) {
         for (int q = 0; q < n_query; ++q) {
             const auto expected = attention_by_definition(s, 1, head, queries[q], rot, logits, [&](int64_t i) { return is_far(head, i); });
-            EXPECT_NEAR(one.result(head, q, value.data()), expected.sum, limit);
+            EXPECT_NEAR(layer_attn.result(head, q, value.data()), expected.sum, limit);
             for (int e = 0; e < n_embd; ++e) {
                 EXPECT_NEAR(value[e], expected.value[e], limit);
             }
@@ -1120,9 +1120,9 @@ CHECK(far_tokens_have_the_maximum_distance) {
     s.push(300);
     s.start_over();
     s.push(250);
-    EXPECT(s.own.far_end() == 350);
+    EXPECT(s.tokens.far_end() == 350);
     for (const int n_query : { 2, 12 }) {
-        expect_attention(s, n_query, 260, plain, 0, 1e-3, [&](int, int64_t i) { return i < s.own.far_end(); });
+        expect_attention(s, n_query, 260, plain, 0, 1e-3, [&](int, int64_t i) { return i < s.tokens.far_end(); });
     }
 }
 
@@ -1145,8 +1145,8 @@ CHECK(attention_to_quantized_tokens_is_near_the_softmax) {
         s.push(1700);
         for (const int n_query : { 1, 12 }) {
             const auto is_far = [&](int head, int64_t i) {
-                const auto & own = s.own.clusters_of(1, head);
-                return i/256 < own.end() && own[i/256].to.is_far;
+                const auto & row = s.tokens.clusters_of(1, head);
+                return i/256 < row.end() && row[i/256].origin.is_far;
             };
             expect_attention(s, n_query, 1710, plain, 1 << 20, tolerance, is_far);
         }
@@ -1172,10 +1172,10 @@ CHECK(keys_far_from_zero_lose_little_in_iq4_nl) {
         s.push(300);
         const auto is_far = [&](int head, int64_t i) {
             if (n_exact == 0) {
-                return i < s.own.far_end();
+                return i < s.tokens.far_end();
             }
-            const auto & own = s.own.clusters_of(1, head);
-            return i/256 < own.end() && own[i/256].to.is_far;
+            const auto & row = s.tokens.clusters_of(1, head);
+            return i/256 < row.end() && row[i/256].origin.is_far;
         };
         for (const int n_query : { 1, 7, 12 }) {
             expect_attention(s, n_query, 310, plain, n_exact, 0.6, is_far);
@@ -1191,7 +1191,7 @@ CHECK(key_with_one_large_element_loses_little_in_4_bits) {
         key[head*n_embd + 3] = 30.0f;
     }
     auto stored_key = key, stored_value = value;
-    archived_layer l = s.own[0];
+    archived_layer l = s.tokens[0];
     l.put(0, stored_key.data(), stored_value.data());
 
     std::vector<float> read(n_embd);
@@ -1228,7 +1228,7 @@ struct tight_stream : stream {
             }
         }
         push(4608);
-        EXPECT(own.clusters_of(1, 0).is_grouped(0));
+        EXPECT(tokens.clusters_of(1, 0).is_grouped(0));
     }
 };
 
@@ -1247,26 +1247,26 @@ CHECK(search_finds_a_far_token_that_equals_the_query) {
         s.keys[1][(300*n_head + 1)*n_embd + e] = rotated(query, 256, GGML_ROPE_TYPE_NEOX, n_embd, 0)[e];
     }
     s.push(4608);
-    const auto rotated = queries_at({ query }, 4610);
+    const auto rotated_queries = queries_at({ query }, 4610);
 
-    search looking(s.own, 1, 4610, 1, plain, 64);
-    searched_row row;
+    search searcher(s.tokens, 1, 4610, 1, plain, 64);
+    searched_row searched;
     std::vector<float> estimate(2 + n_embd, 0.0f);
-    looking.find(1, rotated.data(), row, estimate.data(), estimate.size());
+    searcher.find(1, rotated_queries.data(), searched, estimate.data(), estimate.size());
 
-    std::set<int64_t> seen;
+    std::set<int64_t> tokens;
     int64_t n_sealed = 0;
-    for (const auto & range : row.looked) {
+    for (const auto & range : searched.exact) {
         n_sealed += range.sealed ? range.n : 0;
-        for (int64_t place = range.begin; place < range.begin + range.n; ++place) {
-            EXPECT(seen.insert(looking.pos_of(range, place)).second);
+        for (int64_t slot = range.begin; slot < range.begin + range.n; ++slot) {
+            EXPECT(tokens.insert(searcher.pos_of(range, slot)).second);
         }
     }
-    EXPECT((int64_t) seen.size() == row.n_looked);
-    EXPECT(seen.count(300) == 1);
+    EXPECT((int64_t) tokens.size() == searched.n_exact_token);
+    EXPECT(tokens.count(300) == 1);
     EXPECT(n_sealed >= 64 && n_sealed < 64 + 256);
-    for (int64_t i = s.own.clusters_of(1, 1).end()*256; i < s.own.end(); ++i) {
-        EXPECT(seen.count(i) == 1); // the search reads all tokens that have no clusters
+    for (int64_t i = s.tokens.clusters_of(1, 1).end()*256; i < s.tokens.end(); ++i) {
+        EXPECT(tokens.count(i) == 1); // the search reads all tokens that have no clusters
     }
     EXPECT(estimate[1] > 0.0f);
 }
@@ -1277,28 +1277,28 @@ CHECK(search_finds_a_far_token_that_equals_the_query) {
 
 // The residents' cells of layer 1, with copies of the keys and values that a device would have.
 struct device_cells {
-    const stream & s;
-    residents      all;
+    const stream    & s;
+    kvtool::residents residents;
 
     std::vector<float> keys, values; // [cell][head][n_embd]
 
     size_t n_written = 0; // number of cells that the last update wrote
 
     device_cells(const stream & s, int n_mean, int n_token, int n_mean_set = 0)
-        : s(s), all(s.own, { n_mean, n_mean_set, n_token }), keys(all.n.n_cell()*n_dim), values(all.n.n_cell()*n_dim) {}
+        : s(s), residents(s.tokens, { n_mean, n_mean_set, n_token }), keys(residents.n.n_cell()*n_dim), values(residents.n.n_cell()*n_dim) {}
 
     void update(int64_t rot) {
-        all.begin(rot);
+        residents.begin(rot);
         n_written = 0;
-        residents::cells some;
+        kvtool::residents::cells written;
         for (bool is_whole = false; !is_whole;) {
-            some.clear();
-            is_whole = all.update(1, some);
-            n_written += some.at.size();
-            EXPECT(some.at.size() <= 1024 + 256); // the last cluster may exceed the limit of 1024
-            for (size_t i = 0; i < some.at.size(); ++i) {
-                std::copy_n(some.keys  .data() + i*n_embd, n_embd, keys  .data() + some.at[i]*n_embd);
-                std::copy_n(some.values.data() + i*n_embd, n_embd, values.data() + some.at[i]*n_embd);
+            written.clear();
+            is_whole = residents.update(1, written);
+            n_written += written.dst_rows.size();
+            EXPECT(written.dst_rows.size() <= 1024 + 256); // the last cluster may exceed the limit of 1024
+            for (size_t i = 0; i < written.dst_rows.size(); ++i) {
+                std::copy_n(written.keys  .data() + i*n_embd, n_embd, keys  .data() + written.dst_rows[i]*n_embd);
+                std::copy_n(written.values.data() + i*n_embd, n_embd, values.data() + written.dst_rows[i]*n_embd);
             }
         }
     }
@@ -1308,27 +1308,27 @@ struct device_cells {
     std::vector<float> choose(int head, const std::vector<std::vector<float>> & queries, int64_t rot, float live = -INFINITY) {
         std::vector<float> missed(queries.size(), NAN);
         const std::vector<float> sums(queries.size(), live);
-        all.choose(1, head, queries_at(queries, rot).data(), queries.size(), plain, sums.data(), missed.data());
+        residents.choose(1, head, queries_at(queries, rot).data(), queries.size(), plain, sums.data(), missed.data());
         return missed;
     }
 
     // Let all heads choose residents. Return the largest share of attention that a query missed.
     float choose(const std::vector<std::vector<float>> & queries, int64_t rot) {
-        float most = 0.0f;
+        float max_missed = 0.0f;
         for (int head = 0; head < n_head; ++head) {
             for (const float missed : choose(head, queries, rot)) {
-                most = std::max(most, missed);
+                max_missed = std::max(max_missed, missed);
             }
         }
-        return most;
+        return max_missed;
     }
 
-    double mask(int head, int cell) const { return ggml_fp16_to_fp32(all.mask(1, head)[cell]); }
+    double mask(int head, int cell) const { return ggml_fp16_to_fp32(residents.mask(1, head)[cell]); }
 
     // Number of archived tokens that a head's cells represent.
     double n_token(int head) const {
         double n = 0.0;
-        for (int c = 0; c < all.n.n_cell(); ++c) {
+        for (int c = 0; c < residents.n.n_cell(); ++c) {
             n += std::exp(mask(head, c));
         }
         return n;
@@ -1339,16 +1339,16 @@ struct device_cells {
     template <typename F>
     void expect_attention(int64_t rot, double limit, F && is_far, int64_t late = 0) const {
         for (const auto & query : some_queries(2)) {
-            const auto rotated = queries_at({ query }, rot);
+            const auto rotated_queries = queries_at({ query }, rot);
             for (int head = 0; head < n_head; ++head) {
                 double sum = 0.0;
                 std::vector<double> value(n_embd, 0.0);
-                for (int c = 0; c < all.n.n_cell(); ++c) {
-                    const size_t at = (c*n_head + head)*n_embd;
-                    const double e  = std::exp(plain.scale*dot(rotated.data(), keys.data() + at, n_embd) + mask(head, c));
+                for (int c = 0; c < residents.n.n_cell(); ++c) {
+                    const size_t offset = (c*n_head + head)*n_embd;
+                    const double e      = std::exp(plain.scale*dot(rotated_queries.data(), keys.data() + offset, n_embd) + mask(head, c));
                     sum += e;
                     for (int d = 0; d < n_embd; ++d) {
-                        value[d] += e*values[at + d];
+                        value[d] += e*values[offset + d];
                     }
                 }
                 const auto expected = attention_by_definition(s, 1, head, query, rot, plain, [&](int64_t i) { return is_far(head, i); }, late);
@@ -1372,8 +1372,8 @@ CHECK(attention_to_a_fully_resident_archive_equals_the_softmax) {
     // and get newly rotated keys after the push of 400 tokens.
     for (const int n : { 230, 5, 400 }) {
         s.push(n);
-        const int64_t rot = s.own.end() + 2;
-        EXPECT(cells.all.unfit().empty());
+        const int64_t rot = s.tokens.end() + 2;
+        EXPECT(cells.residents.unfit().empty());
         cells.update(rot);
         cells.choose(some_queries(2), rot);
         cells.update(rot);
@@ -1409,7 +1409,7 @@ CHECK(means_of_sets_represent_clusters_without_cells) {
     device_cells cells(s, 10*n_cluster, 300, 2*n_set);
     // all keys are far, so they are rotated again for queries at another position
     for (const int64_t rot : { 4610, 4610, 4800 }) {
-        EXPECT(cells.all.unfit().empty());
+        EXPECT(cells.residents.unfit().empty());
         cells.update(rot);
         for (int head = 0; head < n_head; ++head) {
             EXPECT_NEAR(cells.n_token(head), 4608, 10.0); // the mask has the log of a set's size in half precision
@@ -1425,16 +1425,16 @@ CHECK(cells_of_changing_sets_represent_each_token_once) {
     stream s(params_of(GGML_TYPE_F32, 64, 2*n_ctx), 10100, 16100);
     device_cells cells(s, 33*n_cluster, 200, 4*n_set);
     int n_fit = 0;
-    for (int i = 0; s.own.end() < 16000; ++i) { // the stream gets so long that groups are deleted
+    for (int i = 0; s.tokens.end() < 16000; ++i) { // the stream gets so long that groups are deleted
         s.push(100);
-        if (!cells.all.unfit().empty()) {
+        if (!cells.residents.unfit().empty()) {
             continue; // the first and the last group have too many blocks that are in no set
         }
-        n_fit += s.own.size() > 33*256;
-        cells.choose(some_queries(2, i), s.own.end() + 1);
-        cells.update(s.own.end() + 1);
+        n_fit += s.tokens.size() > 33*256;
+        cells.choose(some_queries(2, i), s.tokens.end() + 1);
+        cells.update(s.tokens.end() + 1);
         for (int head = 0; head < n_head; ++head) {
-            EXPECT_NEAR(cells.n_token(head), s.own.size(), 15.0);
+            EXPECT_NEAR(cells.n_token(head), s.tokens.size(), 15.0);
         }
     }
     EXPECT(n_fit > 60);
@@ -1445,33 +1445,33 @@ CHECK(cells_represent_each_archived_token_once) {
     device_cells cells(s, 8*n_cluster, 200);
     for (int i = 0; i < 120; ++i) { // the stream gets so long that new blocks become far and are deleted
         s.push(17);
-        if (s.own.end() > 2200) {
+        if (s.tokens.end() > 2200) {
             break;
         }
-        EXPECT(cells.all.unfit().empty());
-        cells.choose(some_queries(2, i), s.own.end() + 1);
-        cells.update(s.own.end() + 1);
+        EXPECT(cells.residents.unfit().empty());
+        cells.choose(some_queries(2, i), s.tokens.end() + 1);
+        cells.update(s.tokens.end() + 1);
         for (int head = 0; head < n_head; ++head) {
-            EXPECT_NEAR(cells.n_token(head), s.own.size(), 0.5);
+            EXPECT_NEAR(cells.n_token(head), s.tokens.size(), 0.5);
         }
     }
-    s.own.clear();
-    cells.all.drop();
+    s.tokens.clear();
+    cells.residents.drop();
     s.push(40);
     cells.update(41);
     EXPECT_NEAR(cells.n_token(1), 40, 1e-3);
 }
 
 // Return, for each element, the sum of the squared distances of a cluster's keys from `mean`. Layer 1 and head 0.
-static std::vector<double> squares_of(const stream & s, const row_clusters & own, int place, const std::vector<float> & mean) {
-    const int64_t block = own.block_at(place);
-    const int     c     = own.cluster_at(place);
+static std::vector<double> squares_of(const stream & s, const row_clusters & row, int i_cluster, const std::vector<float> & mean) {
+    const int64_t block = row.block_of(i_cluster);
+    const int     c     = row.index_in_block(i_cluster);
 
     std::vector<double> sums(n_embd, 0.0);
-    for (int at = own[block].start[c]; at < own[block].start[c + 1]; ++at) {
-        const int64_t i = block*256 + own[block].order[at];
+    for (int slot = row[block].start[c]; slot < row[block].start[c + 1]; ++slot) {
+        const int64_t i = block*256 + row[block].order[slot];
         std::vector<float> key(s.keys[1].begin() + i*n_dim, s.keys[1].begin() + i*n_dim + n_embd);
-        s.own.rotations_of(1).rotate(key.data(), s.own.rotation_to(own[block].to, i) + i - s.own.base_of(i));
+        s.tokens.rotations_of(1).rotate(key.data(), s.tokens.rotation_to(row[block].origin, i) + i - s.tokens.base_of(i));
         for (int d = 0; d < n_embd; ++d) {
             sums[d] += (key[d] - mean[d])*(key[d] - mean[d]);
         }
@@ -1500,13 +1500,13 @@ struct uneven_stream : stream {
         }
         push(n);
 
-        const auto & row = own.clusters_of(1, 0);
-        const auto rotated = queries_at({ query }, n + 1);
+        const auto & row = tokens.clusters_of(1, 0);
+        const auto rotated_queries = queries_at({ query }, n + 1);
         std::vector<double> spreads, variance(n_embd, 0.0), logits;
         std::vector<float> key(n_embd);
         for (int i = 0; i < (row.end() - row.begin())*n_cluster; ++i) {
             get_key(row.clusters.packs.data() + i/n_pack*row.pack_size(), i % n_pack, key.data(), n_embd);
-            logits.push_back(plain.scale*dot(rotated.data(), key.data(), n_embd));
+            logits.push_back(plain.scale*dot(rotated_queries.data(), key.data(), n_embd));
             const auto squares = squares_of(*this, row, i, key);
             spreads.push_back(std::accumulate(squares.begin(), squares.end(), 0.0)/std::max<int>(row.clusters.sizes[i], 1));
             for (int d = 0; d < n_embd; ++d) {
@@ -1515,7 +1515,7 @@ struct uneven_stream : stream {
         }
         double of_query = 0.0;
         for (int d = 0; d < n_embd; ++d) {
-            of_query += variance[d]*rotated[d]*rotated[d]*plain.scale*plain.scale/std::accumulate(variance.begin(), variance.end(), 0.0);
+            of_query += variance[d]*rotated_queries[d]*rotated_queries[d]*plain.scale*plain.scale/std::accumulate(variance.begin(), variance.end(), 0.0);
         }
         for (size_t i = 0; i < logits.size(); ++i) {
             gains    .push_back(std::min(of_query*spreads[i], 16.0)/2.0);
@@ -1524,10 +1524,10 @@ struct uneven_stream : stream {
         }
     }
 
-    // Return the places of the clusters with the highest scores per token: as many clusters as have at most n tokens
+    // Return the indices of the clusters with the highest scores per token: as many clusters as have at most n tokens
     // together, or, if is_over, as few as have at least n tokens together.
     std::set<int> best(const std::vector<double> & scores, int n, bool is_over) const {
-        const auto & sizes = own.clusters_of(1, 0).clusters.sizes;
+        const auto & sizes = tokens.clusters_of(1, 0).clusters.sizes;
         std::vector<std::pair<double, int>> ranks;
         for (size_t i = 0; i < scores.size(); ++i) {
             ranks.push_back({ -scores[i]/std::max<int>(sizes[i], 1), i });
@@ -1555,87 +1555,87 @@ static size_t n_other(const std::set<int> & a, const std::set<int> & b) {
 }
 
 CHECK(clusters_may_be_cut_before_their_first_block) {
-    row_clusters own(n_embd, n_embd);
+    row_clusters row(n_embd, n_embd);
     const auto keys = normal(256*n_embd, 3);
-    own.set(n_grouped, 0, { false, 0 }, keys.data(), keys.data(), nullptr); // the first block of a group
-    own.cut(n_grouped - 1);
-    EXPECT(own.begin() == own.end());
-    own.set(n_grouped - 1, 0, { false, 0 }, keys.data(), keys.data(), nullptr);
-    EXPECT(own.begin() == n_grouped - 1 && own.end() == n_grouped);
+    row.set(n_grouped, 0, { false, 0 }, keys.data(), keys.data(), nullptr); // the first block of a group
+    row.cut(n_grouped - 1);
+    EXPECT(row.begin() == row.end());
+    row.set(n_grouped - 1, 0, { false, 0 }, keys.data(), keys.data(), nullptr);
+    EXPECT(row.begin() == n_grouped - 1 && row.end() == n_grouped);
 }
 
 CHECK(search_ranks_clusters_by_mean_and_spread_of_their_keys) {
     const uneven_stream s(1.5f);
-    search looking(s.own, 1, 1301, 1, plain, 100);
-    searched_row row;
+    search searcher(s.tokens, 1, 1301, 1, plain, 100);
+    searched_row searched;
     std::vector<float> estimate(2 + n_embd, 0.0f);
-    looking.find(0, queries_at({ s.query }, 1301).data(), row, estimate.data(), estimate.size());
+    searcher.find(0, queries_at({ s.query }, 1301).data(), searched, estimate.data(), estimate.size());
 
-    const auto & own = s.own.clusters_of(1, 0);
+    const auto & row = s.tokens.clusters_of(1, 0);
     std::set<std::pair<int64_t, int64_t>> begins;
-    for (const auto & range : row.looked) {
+    for (const auto & range : searched.exact) {
         if (range.sealed) {
             begins.insert({ range.begin, range.n });
         }
     }
-    std::set<int> places;
+    std::set<int> clusters;
     for (size_t i = 0; i < s.attention.size(); ++i) {
-        const auto & start = own[own.block_at(i)].start;
-        const int    c     = own.cluster_at(i);
-        if (begins.count({ own.block_at(i)*256 + start[c], start[c + 1] - start[c] })) {
-            places.insert(i);
+        const auto & start = row[row.block_of(i)].start;
+        const int    c     = row.index_in_block(i);
+        if (begins.count({ row.block_of(i)*256 + start[c], start[c + 1] - start[c] })) {
+            clusters.insert(i);
         }
     }
-    EXPECT(places.size() == begins.size() && places.size() > 4);
-    EXPECT(n_other(places, s.best(s.attention, 100, true)) <= 1);
+    EXPECT(clusters.size() == begins.size() && clusters.size() > 4);
+    EXPECT(n_other(clusters, s.best(s.attention, 100, true)) <= 1);
 
     // the mean keys alone would choose other clusters
     auto means = s.attention;
     for (size_t i = 0; i < means.size(); ++i) {
         means[i] *= std::exp(-s.gains[i]);
     }
-    EXPECT(n_other(places, s.best(means, 100, true)) > 2);
+    EXPECT(n_other(clusters, s.best(means, 100, true)) > 2);
 }
 
 CHECK(residents_are_chosen_from_the_best_sets) {
     const uneven_stream s(0.5f, 4500);
-    const auto & own = s.own.clusters_of(1, 0);
-    EXPECT(own.is_grouped(0) && !own.is_grouped(16) && own.end() == 17);
+    const auto & row = s.tokens.clusters_of(1, 0);
+    EXPECT(row.is_grouped(0) && !row.is_grouped(16) && row.end() == 17);
 
-    searched_row row;
-    ranking      found;
+    searched_row searched;
+    ranking      ranked;
     const float  live = -INFINITY;
-    search(s.own, 1, 4501, 1, plain, 0).rank(0, queries_at({ s.query }, 4501).data(), &live, 1000, row, found);
+    search(s.tokens, 1, 4501, 1, plain, 0).rank(0, queries_at({ s.query }, 4501).data(), &live, 1000, searched, ranked);
 
-    // `places` must have the clusters of the block that is in no set, and the clusters of the best sets. These sets
+    // `clusters` must have the clusters of the block that is in no set, and the clusters of the best sets. These sets
     // together have 1,000 tokens or slightly more.
-    const std::set<size_t> places(found.places.begin(), found.places.end());
+    const std::set<size_t> clusters(ranked.clusters.begin(), ranked.clusters.end());
     std::map<size_t, double> of_set; // attention per token
     size_t n_found = 0;
     for (size_t set = 0; set < n_set; ++set) {
         double sum = 0.0;
         int64_t n = 0;
-        for (size_t place = own.place_of_set(set); place < own.place_of_set(set) + n_pack; ++place) {
-            sum += s.attention[place];
-            n   += own.clusters.sizes[place];
-            EXPECT(places.count(place) == places.count(own.place_of_set(set))); // all clusters of a set, or none
+        for (size_t i_cluster = row.first_in_set(set); i_cluster < row.first_in_set(set) + n_pack; ++i_cluster) {
+            sum += s.attention[i_cluster];
+            n   += row.clusters.sizes[i_cluster];
+            EXPECT(clusters.count(i_cluster) == clusters.count(row.first_in_set(set))); // all clusters of a set, or none
         }
         of_set[set] = sum/n;
-        n_found += places.count(own.place_of_set(set)) ? n : 0;
+        n_found += clusters.count(row.first_in_set(set)) ? n : 0;
     }
     EXPECT(n_found >= 1000 && n_found < 1600);
-    EXPECT(places.size() == found.places.size() && places.count(16*n_cluster) == 1);
+    EXPECT(clusters.size() == ranked.clusters.size() && clusters.count(16*n_cluster) == 1);
     const auto best = std::max_element(of_set.begin(), of_set.end(), [](const auto & a, const auto & b) { return a.second < b.second; });
-    EXPECT(places.count(own.place_of_set(best->first)) == 1);
+    EXPECT(clusters.count(row.first_in_set(best->first)) == 1);
 
     // `missing` must be the attention that a cluster's mean misses. Its share of all attention is only estimated,
-    // because sets represent the clusters that were not found.
+    // because sets represent the clusters that were not ranked.
     double sum = 0.0, expected = 0.0;
-    for (size_t i = 0; i < found.places.size(); ++i) {
-        const size_t place = found.places[i];
-        const double missing = s.attention[place]*(1.0 - std::exp(-s.gains[place]))/s.sum;
-        EXPECT_NEAR(found.missing[i], missing, 0.2*missing + 1e-6);
-        sum      += found.missing[i];
+    for (size_t i = 0; i < ranked.clusters.size(); ++i) {
+        const size_t i_cluster = ranked.clusters[i];
+        const double missing = s.attention[i_cluster]*(1.0 - std::exp(-s.gains[i_cluster]))/s.sum;
+        EXPECT_NEAR(ranked.missing[i], missing, 0.2*missing + 1e-6);
+        sum      += ranked.missing[i];
         expected += missing;
     }
     EXPECT_NEAR(sum, expected, 0.1*expected);
@@ -1650,15 +1650,15 @@ CHECK(residents_are_chosen_from_the_best_sets) {
 
 // Return the sets whose clusters a query is compared with, if n_token tokens are resident. The first set is the one
 // whose means miss the most attention. Layer 1 and head 0; block 16 of the stream is in no set.
-static std::vector<size_t> sets_found(const stream & s, const std::vector<float> & query, int n_token) {
-    searched_row row;
-    ranking      found;
+static std::vector<size_t> ranked_sets_of(const stream & s, const std::vector<float> & query, int n_token) {
+    searched_row searched;
+    ranking      ranked;
     const float  live = -INFINITY;
-    search(s.own, 1, 4501, 1, plain, 0).rank(0, queries_at({ query }, 4501).data(), &live, 3*n_token, row, found);
+    search(s.tokens, 1, 4501, 1, plain, 0).rank(0, queries_at({ query }, 4501).data(), &live, 3*n_token, searched, ranked);
     std::map<size_t, double> missing;
-    for (size_t i = 0; i < found.places.size(); ++i) {
-        if (found.places[i] < n_set*n_pack) {
-            missing[found.places[i]/n_pack] += found.missing[i];
+    for (size_t i = 0; i < ranked.clusters.size(); ++i) {
+        if (ranked.clusters[i] < n_set*n_pack) {
+            missing[ranked.clusters[i]/n_pack] += ranked.missing[i];
         }
     }
     std::vector<size_t> res;
@@ -1679,7 +1679,7 @@ CHECK(sets_that_queries_attend_to_get_cells_for_their_clusters) {
     const auto with_cells = [](const device_cells & cells) {
         std::set<size_t> res;
         for (size_t set = 0; set < n_set; ++set) {
-            if (cells.mask(0, cells.all.n.n_mean + set) == -INFINITY) {
+            if (cells.mask(0, cells.residents.n.n_mean + set) == -INFINITY) {
                 res.insert(set);
             }
         }
@@ -1691,32 +1691,32 @@ CHECK(sets_that_queries_attend_to_get_cells_for_their_clusters) {
     device_cells cells(s, 9*n_cluster, 200, n_set);
     cells.update(4501);
     EXPECT(with_cells(cells) == std::set<size_t>({ 8, 9, 10, 11, 12, 13, 14, 15 }));
-    std::set<size_t> found;
+    std::set<size_t> ranked;
     for (const auto & query : { s.query, opposite }) {
-        const auto own = sets_found(s, query, 200);
-        EXPECT(!own.empty() && own.size() <= 4);
-        found.insert(own.begin(), own.end());
+        const auto ranked_sets = ranked_sets_of(s, query, 200);
+        EXPECT(!ranked_sets.empty() && ranked_sets.size() <= 4);
+        ranked.insert(ranked_sets.begin(), ranked_sets.end());
         EXPECT(cells.choose(0, { query }, 4501)[0] > 0.0f);
         cells.update(4501);
         EXPECT(cells.choose(0, { query }, 4501)[0] == 0.0f);
         const auto now = with_cells(cells);
-        EXPECT(now.size() == 8 && std::includes(now.begin(), now.end(), found.begin(), found.end()));
+        EXPECT(now.size() == 8 && std::includes(now.begin(), now.end(), ranked.begin(), ranked.end()));
     }
-    EXPECT(found.size() > 4);
+    EXPECT(ranked.size() > 4);
 
     // a choice gives cells to at most 4 sets, first to those with the most missing attention
     device_cells others(s, 9*n_cluster, 600, n_set);
     others.update(4501);
-    const auto all    = sets_found(s, opposite, 600);
-    const auto before = with_cells(others);
+    const auto ranked_sets = ranked_sets_of(s, opposite, 600);
+    const auto before      = with_cells(others);
     others.choose(0, { opposite }, 4501);
     others.update(4501);
     const auto now = with_cells(others);
 
     std::vector<size_t> absent;
-    std::copy_if(all.begin(), all.end(), std::back_inserter(absent), [&](size_t set) { return before.count(set) == 0; });
-    const size_t n_kept = all.size() - absent.size();
-    EXPECT(absent.size() > 4 && before.size() - n_kept >= 4);
+    std::copy_if(ranked_sets.begin(), ranked_sets.end(), std::back_inserter(absent), [&](size_t set) { return before.count(set) == 0; });
+    const size_t n_present = ranked_sets.size() - absent.size();
+    EXPECT(absent.size() > 4 && before.size() - n_present >= 4);
     for (size_t i = 0; i < absent.size(); ++i) {
         EXPECT(now.count(absent[i]) == (i < 4));
     }
@@ -1732,9 +1732,9 @@ CHECK(residents_are_the_clusters_with_the_most_missing_attention) {
     const auto best = s.best(scores, 100, false);
     const double share = std::accumulate(best.begin(), best.end(), 0.0, [&](double sum, int i) { return sum + scores[i]; })/s.sum;
 
-    // Return the places of the resident clusters of head 0. The cells with their means are hidden.
-    const auto & sizes = s.own.clusters_of(1, 0).clusters.sizes;
-    const auto here = [&](const device_cells & cells) {
+    // Return the indices of the resident clusters of head 0. The cells with their means are hidden.
+    const auto & sizes = s.tokens.clusters_of(1, 0).clusters.sizes;
+    const auto resident_clusters = [&](const device_cells & cells) {
         std::set<int> res;
         for (size_t i = 0; i < sizes.size(); ++i) {
             const size_t cell = sizes.size() - n_cluster - i/n_cluster*n_cluster + i % n_cluster; // the newest block comes first
@@ -1756,8 +1756,8 @@ CHECK(residents_are_the_clusters_with_the_most_missing_attention) {
     cells.update(1301);
     EXPECT(cells.choose(0, { s.query }, 1301)[0] == 0.0f);
 
-    EXPECT(n_other(here(cells), best) == 0);
-    EXPECT(n_other(here(cells), s.best(s.attention, 100, false)) > 1);
+    EXPECT(n_other(resident_clusters(cells), best) == 0);
+    EXPECT(n_other(resident_clusters(cells), s.best(s.attention, 100, false)) > 1);
 
     // in a choice for the next step, resident clusters count twice; in a choice for the same step, they do not
     for (const bool is_repeated : { false, true }) {
@@ -1765,17 +1765,17 @@ CHECK(residents_are_the_clusters_with_the_most_missing_attention) {
         later.update(1301);
         later.choose(0, some_queries(1), 1301);
         later.update(1301);
-        const auto before = here(later);
+        const auto before = resident_clusters(later);
         EXPECT(later.choose(0, { s.query }, 1301)[0] > 0.0f);
         later.update(is_repeated ? 1301 : 1302);
 
-        auto own = scores;
+        auto weighted_scores = scores;
         for (const int i : before) {
-            own[i] *= 2.0;
+            weighted_scores[i] *= 2.0;
         }
-        const auto stayed = s.best(own, 100, false);
-        EXPECT(n_other(before, best) > 1 && n_other(stayed, before) > 1 && n_other(stayed, best) > 1);
-        EXPECT(n_other(here(later), is_repeated ? best : stayed) == 0);
+        const auto best_weighted = s.best(weighted_scores, 100, false);
+        EXPECT(n_other(before, best) > 1 && n_other(best_weighted, before) > 1 && n_other(best_weighted, best) > 1);
+        EXPECT(n_other(resident_clusters(later), is_repeated ? best : best_weighted) == 0);
     }
 
     // with several queries, each has its share
@@ -1783,34 +1783,34 @@ CHECK(residents_are_the_clusters_with_the_most_missing_attention) {
     EXPECT(missed[0] > missed[1] && missed[1] >= 0.0f);
 
     device_cells few(s, 4*n_cluster, 100);
-    EXPECT(few.all.unfit() == "more clusters than cells for means");
+    EXPECT(few.residents.unfit() == "more clusters than cells for means");
 }
 
 // The result of one query's attention in layer 1 and head 0.
 static double attended(const stream & s, const std::vector<float> & query, std::vector<float> & value) {
     attention_work work;
-    attention one(s.own, 1, 110, 1, plain, 0, work);
-    one.make_room();
+    attention layer_attn(s.tokens, 1, 110, 1, plain, 0, work);
+    layer_attn.allocate();
     for (int head = 0; head < n_head; ++head) {
-        one.find(head, query.data());
+        layer_attn.find(head, query.data());
     }
-    for (int part = 0; part < one.n_part(); ++part) {
-        one.attend(part);
+    for (int part = 0; part < layer_attn.n_part(); ++part) {
+        layer_attn.attend(part);
     }
     value.resize(n_embd);
-    return one.result(0, 0, value.data());
+    return layer_attn.result(0, 0, value.data());
 }
 
 CHECK(non_finite_numbers_give_no_attention) {
     const auto queries = some_queries(1);
-    auto rotated = queries_at(queries, 110);
+    auto rotated_queries = queries_at(queries, 110);
 
     // a key that is NaN must add nothing to the result
     stream s(params_of(GGML_TYPE_F32, 0));
     s.keys[1][5*n_dim] = NAN;
     s.push(100);
     std::vector<float> value;
-    const double sum = attended(s, rotated, value);
+    const double sum = attended(s, rotated_queries, value);
     std::fill_n(s.keys[1].begin() + 5*n_dim, n_embd, 0.0f);
     const auto expected = attention_by_definition(s, 1, 0, queries[0], 110, plain, [](int64_t) { return false; });
     EXPECT_NEAR(sum, expected.sum + std::log(1.0 - expected.attn[5]), 1e-3);
@@ -1822,10 +1822,10 @@ CHECK(non_finite_numbers_give_no_attention) {
         stream with_value(params_of(GGML_TYPE_F32, 0));
         with_value.values[1][7*n_dim] = wrong;
         with_value.push(100);
-        EXPECT(is_nothing(attended(with_value, rotated, value)));
+        EXPECT(is_nothing(attended(with_value, rotated_queries, value)));
     }
-    rotated[3] = NAN;
-    EXPECT(is_nothing(attended(s, rotated, value)));
+    rotated_queries[3] = NAN;
+    EXPECT(is_nothing(attended(s, rotated_queries, value)));
 }
 
 CHECK(most_attended_tokens_equal_the_definition) {
@@ -1835,43 +1835,43 @@ CHECK(most_attended_tokens_equal_the_definition) {
     s.push(200);
     constexpr int n_query = 3, k = 10;
     const auto queries = some_queries(n_query);
-    const auto rotated  = queries_at(queries, 205);
+    const auto rotated_queries = queries_at(queries, 205);
     attention_work work;
-    attention one(s.own, 1, 205, n_query, plain, 0, work);
-    one.make_room();
+    attention layer_attn(s.tokens, 1, 205, n_query, plain, 0, work);
+    layer_attn.allocate();
     for (int head = 0; head < n_head; ++head) {
-        one.find(head, rotated.data());
+        layer_attn.find(head, rotated_queries.data());
     }
-    for (int part = 0; part < one.n_part(); ++part) {
-        one.attend(part);
+    for (int part = 0; part < layer_attn.n_part(); ++part) {
+        layer_attn.attend(part);
     }
     std::vector<float> value(n_embd);
     for (int head = 0; head < n_head; ++head) {
         std::vector<std::pair<double, int64_t>> attn(400);
         for (int q = 0; q < n_query; ++q) {
             // let the live cells get as much attention as the archive
-            one.set_sum(head, q, one.result(head, q, value.data()) + std::log(2.0));
+            layer_attn.set_sum(head, q, layer_attn.result(head, q, value.data()) + std::log(2.0));
             const auto expected = attention_by_definition(s, 1, head, queries[q], 205, plain, [](int64_t) { return false; });
             for (int64_t i = 0; i < 400; ++i) {
                 attn[i] = { attn[i].first + expected.attn[i]/2.0, i };
             }
         }
-        for (int part = 0; part < one.n_part(); ++part) {
-            one.weigh(part);
+        for (int part = 0; part < layer_attn.n_part(); ++part) {
+            layer_attn.weigh(part);
         }
         std::sort(attn.rbegin(), attn.rend());
-        std::map<int64_t, double> most;
+        std::map<int64_t, double> expected_attn;
         for (int i = 0; i < k; ++i) {
-            most[attn[i].second] = attn[i].first;
+            expected_attn[attn[i].second] = attn[i].first;
         }
-        auto next = most.begin();
-        for (const auto & each : one.most_attended(head, k)) {
-            EXPECT(each.pos == next->first && each.place == each.pos);
-            EXPECT_NEAR(each.attn, next->second, 1e-4);
-            EXPECT(each.delta == s.bases[each.pos] - s.own.base());
+        auto next = expected_attn.begin();
+        for (const auto & token : layer_attn.most_attended(head, k)) {
+            EXPECT(token.pos == next->first && token.slot == token.pos);
+            EXPECT_NEAR(token.attn, next->second, 1e-4);
+            EXPECT(token.delta == s.bases[token.pos] - s.tokens.base());
             ++next;
         }
-        EXPECT(next == most.end());
+        EXPECT(next == expected_attn.end());
     }
 }
 
@@ -1879,10 +1879,10 @@ CHECK(most_attended_tokens_equal_the_definition) {
 // the archive would give.
 static void expect_made(const std::vector<float> & queries, ggml_type type, const logit_params & logits, double limit) {
     constexpr int n = 4;
-    const auto found = normal(n*n_embd, 2);
+    const auto attn_out = normal(n*n_embd, 2);
     const double sums[n] = { 3.0, 5.5, 2.0, 4.0 };
     synthetic_cells cells(n, n_embd, n_embd, type, logits);
-    cells.make(queries.data(), sums, found.data());
+    cells.make(queries.data(), sums, attn_out.data());
     for (int h = 0; h < n; ++h) {
         double sum = 0.0;
         std::vector<double> value(n_embd, 0.0);
@@ -1896,7 +1896,7 @@ static void expect_made(const std::vector<float> & queries, ggml_type type, cons
         }
         EXPECT_NEAR(std::log(sum), sums[h], limit);
         for (int e = 0; e < n_embd; ++e) {
-            EXPECT_NEAR(value[e]/sum, found[h*n_embd + e], 2*limit);
+            EXPECT_NEAR(value[e]/sum, attn_out[h*n_embd + e], 2*limit);
         }
     }
 }
@@ -1924,7 +1924,7 @@ static ggml_context_ptr some_tensors() {
 }
 
 // Push the first 600 tokens of the stream to the stream's archive and to the recaller's archive.
-static void fill(recaller & all, stream & s) {
+static void fill(recaller & recaller, stream & s) {
     s.push(600);
     const auto gather = [&](const int32_t * cells, int32_t n, const std::function<void (size_t, gathered &&)> & f) {
         for (int l = 0; l < n_layer; ++l) {
@@ -1932,10 +1932,10 @@ static void fill(recaller & all, stream & s) {
             for (int32_t c = 0; c < n; ++c) {
                 std::vector<float> k(s.key(l, 0, cells[c]), s.key(l, 0, cells[c] + 1));
                 for (int head = 0; head < n_head; ++head) {
-                    s.own.rotations_of(l).rotate(k.data() + head*n_embd, cells[c]);
+                    s.tokens.rotations_of(l).rotate(k.data() + head*n_embd, cells[c]);
                 }
-                const auto add = [](std::vector<uint8_t> & to, const float * x) {
-                    to.insert(to.end(), (const uint8_t *) x, (const uint8_t *) (x + n_dim));
+                const auto add = [](std::vector<uint8_t> & bytes, const float * x) {
+                    bytes.insert(bytes.end(), (const uint8_t *) x, (const uint8_t *) (x + n_dim));
                 };
                 add(res.k, k.data());
                 add(res.v, s.value(l, 0, cells[c]));
@@ -1946,7 +1946,7 @@ static void fill(recaller & all, stream & s) {
     };
     std::vector<int32_t> cells(600);
     std::iota(cells.begin(), cells.end(), 0);
-    all.push(gather, { cells.data(), 600, 0, archive::max_pos, 600 }, 2, nullptr);
+    recaller.push(gather, { cells.data(), 600, 0, archive::max_pos, 600 }, 2, nullptr);
 }
 
 static std::vector<archive_shape> shapes() {
@@ -1954,13 +1954,13 @@ static std::vector<archive_shape> shapes() {
 }
 
 // Run an operation of layer 1 with n_thread threads.
-static std::vector<float> computed(recaller & all, ggml_tensor * t, int n_thread) {
+static std::vector<float> computed(recaller & recaller, ggml_tensor * t, int n_thread) {
     std::vector<std::thread> threads;
     for (int ith = 0; ith < n_thread; ++ith) {
-        threads.emplace_back([&, ith] { (all.params.n_synthetic > 0 ? make_into : recall_into)(t, ith, n_thread, &all.recalled[1]); });
+        threads.emplace_back([&, ith] { (recaller.params.n_synthetic > 0 ? make_into : recall_into)(t, ith, n_thread, &recaller.recalled[1]); });
     }
-    for (auto & each : threads) {
-        each.join();
+    for (auto & thread : threads) {
+        thread.join();
     }
     const auto * x = (const float *) t->data;
     return { x, x + ggml_nelements(t) };
@@ -1970,9 +1970,9 @@ CHECK(synthetic_cells_do_not_depend_on_the_number_of_threads) {
     constexpr int n_gqa = 2, n_tokens = 3;
     const auto params = params_of(GGML_TYPE_F32, 1 << 20, 300);
     stream s(params);
-    recaller all(params, shapes());
-    fill(all, s);
-    expect_same(all.tokens, s.own);
+    recaller recaller(params, shapes());
+    fill(recaller, s);
+    expect_same(recaller.tokens, s.tokens);
 
     const auto ctx = some_tensors();
     ggml_tensor * k = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 1);
@@ -1980,31 +1980,31 @@ CHECK(synthetic_cells_do_not_depend_on_the_number_of_threads) {
     ggml_tensor * rot = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n_tokens);
     for (int t = 0; t < n_tokens; ++t) {
         ((int32_t *) rot->data)[t] = 610 + t;
-        const auto own = queries_at(some_queries(n_gqa*n_head, 50 + 10*t), 610 + t);
-        std::copy(own.begin(), own.end(), (float *) q->data + t*own.size());
+        const auto queries = queries_at(some_queries(n_gqa*n_head, 50 + 10*t), 610 + t);
+        std::copy(queries.begin(), queries.end(), (float *) q->data + t*queries.size());
     }
     ggml_tensor * args[] = { q, rot, nullptr, nullptr };
     const int n_cell = n_tokens*n_gqa;
-    ggml_tensor * t = all.build(ctx.get(), 1, k, args, GGML_TYPE_F32, n_cell*n_head*2*n_embd, plain);
-    for (const bool is_apart : { false, true }) {
-        all.is_apart = is_apart;
-        const auto one = computed(all, t, 1);
-        EXPECT(one == computed(all, t, 3));
-        EXPECT(one == computed(all, t, 5));
+    ggml_tensor * t = recaller.build(ctx.get(), 1, k, args, GGML_TYPE_F32, n_cell*n_head*2*n_embd, plain);
+    for (const bool is_separate : { false, true }) {
+        recaller.is_separate = is_separate;
+        const auto cells = computed(recaller, t, 1);
+        EXPECT(cells == computed(recaller, t, 3));
+        EXPECT(cells == computed(recaller, t, 5));
 
         // attention to a token's cells must have the same sum as attention to the archive
         for (int i = 0; i < n_tokens*n_head*n_gqa; ++i) {
             const int token = i/(n_head*n_gqa), head = i/n_gqa % n_head, g = i % n_gqa;
             const auto queries = some_queries(n_gqa*n_head, 50 + 10*token);
-            const auto & own = s.own.clusters_of(1, head);
-            const auto is_far = [&](int64_t i) { return i/256 < own.end() && own[i/256].to.is_far; };
+            const auto & row = s.tokens.clusters_of(1, head);
+            const auto is_far = [&](int64_t i) { return i/256 < row.end() && row[i/256].origin.is_far; };
             // If several tokens attend together, far keys are at the distance n_near from the first of these tokens,
             // and so at the distance n_near + t from token t.
-            const int64_t late = is_apart ? 0 : token;
+            const int64_t late = is_separate ? 0 : token;
             const auto expected = attention_by_definition(s, 1, head, queries[head*n_gqa + g], 610 + token, plain, is_far, late);
             double sum = 0.0;
             for (int c = 0; c < n_gqa; ++c) {
-                const float * key = one.data() + ((token*n_gqa + c)*n_head + head)*n_embd;
+                const float * key = cells.data() + ((token*n_gqa + c)*n_head + head)*n_embd;
                 sum += std::exp(plain.scale*dot((const float *) q->data + (token*n_head*n_gqa + head*n_gqa + g)*n_embd, key, n_embd));
             }
             EXPECT_NEAR(std::log(sum), expected.sum, 0.01);
@@ -2019,9 +2019,9 @@ static void expect_recalled(bool v_trans, ggml_type type, double tolerance) {
     params.n_synthetic = 0;
     params.n_recall = k;
     stream s(params);
-    recaller all(params, shapes());
-    fill(all, s);
-    all.tokens.set_base(600);
+    recaller recaller(params, shapes());
+    fill(recaller, s);
+    recaller.tokens.set_base(600);
 
     const auto ctx = some_tensors();
     const auto floats = [&](int64_t n) { return ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, n); };
@@ -2029,19 +2029,19 @@ static void expect_recalled(bool v_trans, ggml_type type, double tolerance) {
     ggml_tensor * rot = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 1);
     ((int32_t *) rot->data)[0] = 5;
     const auto queries = some_queries(n_head);
-    const auto rotated  = queries_at(queries, 5);
-    std::copy(rotated.begin(), rotated.end(), (float *) q->data);
+    const auto rotated_queries = queries_at(queries, 5);
+    std::copy(rotated_queries.begin(), rotated_queries.end(), (float *) q->data);
     ggml_tensor * args[] = { q, rot, floats(n_head), floats(n_head) };
     for (int head = 0; head < n_head; ++head) {
         // there is one live cell: its product with the query is 0, and it gets all the probability
         ((float *) args[2]->data)[head] = 0.0f;
         ((float *) args[3]->data)[head] = 1.0f;
     }
-    ggml_tensor * t = all.build(ctx.get(), 1, floats(1), args, GGML_TYPE_F32, k*n_head*2*n_embd, plain);
-    const auto out = computed(all, t, 3);
-    EXPECT(out == computed(all, t, 1));
+    ggml_tensor * t = recaller.build(ctx.get(), 1, floats(1), args, GGML_TYPE_F32, k*n_head*2*n_embd, plain);
+    const auto out = computed(recaller, t, 3);
+    EXPECT(out == computed(recaller, t, 1));
 
-    s.own.set_base(600);
+    s.tokens.set_base(600);
     for (int head = 0; head < n_head; ++head) {
         const auto expected = attention_by_definition(s, 1, head, queries[head], 5, plain, [](int64_t) { return false; });
         std::vector<int64_t> order(600);
@@ -2049,12 +2049,12 @@ static void expect_recalled(bool v_trans, ggml_type type, double tolerance) {
         std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return expected.attn[a] > expected.attn[b]; });
         std::sort(order.begin(), order.begin() + k);
         for (int i = 0; i < k; ++i) {
-            EXPECT(all.recalled[1].attended[head*k + i].pos == order[i]);
+            EXPECT(recaller.recalled[1].attended[head*k + i].pos == order[i]);
             const float * key   = out.data() + (i*n_head + head)*n_embd;
             const float * values = out.data() + k*n_dim;
-            const auto own = rotated({ s.key(1, head, order[i]), s.key(1, head, order[i]) + n_embd }, order[i] - 600, GGML_ROPE_TYPE_NEOX, n_embd, 0);
+            const auto expected_key = rotated({ s.key(1, head, order[i]), s.key(1, head, order[i]) + n_embd }, order[i] - 600, GGML_ROPE_TYPE_NEOX, n_embd, 0);
             for (int e = 0; e < n_embd; ++e) {
-                EXPECT_NEAR(key[e], own[e], 2e-3 + tolerance);
+                EXPECT_NEAR(key[e], expected_key[e], 2e-3 + tolerance);
                 const float value = values[v_trans ? (head*n_embd + e)*k + i : (i*n_head + head)*n_embd + e];
                 EXPECT_NEAR(value, s.value(1, head, order[i])[e], tolerance);
             }
@@ -2074,8 +2074,8 @@ CHECK(rewound_tokens_return_to_cells_rotated_to_the_new_base) {
         auto params = params_of();
         params.v_trans = v_trans;
         stream s(params);
-        recaller all(params, shapes());
-        fill(all, s);
+        recaller recaller(params, shapes());
+        fill(recaller, s);
 
         const ggml_context_ptr ctx(ggml_init({ 8*ggml_tensor_overhead(), nullptr, true }));
         std::vector<layer> layers(n_layer);
@@ -2086,20 +2086,20 @@ CHECK(rewound_tokens_return_to_cells_rotated_to_the_new_base) {
         const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
         ggml_backend_buffer_clear(buffer.get(), 0);
 
-        all.rewind(layers, cell, n_back, 550, 100, 450);
-        EXPECT(all.tokens.end() == 545 && all.tokens.base() == 100);
+        recaller.rewind(layers, cell, n_back, 550, 100, 450);
+        EXPECT(recaller.tokens.end() == 545 && recaller.tokens.base() == 100);
         for (int l = 0; l < n_layer; ++l) {
             const auto * k = (const float *) layers[l].k->data;
             const auto * v = (const float *) layers[l].v->data;
             for (int i = 0; i < n_cell*n_dim; ++i) {
                 const int c = i/n_dim, head = i % n_dim/n_embd, e = i % n_embd;
-                const float own = v[v_trans ? i % n_dim*n_cell + c : i];
+                const float value = v[v_trans ? i % n_dim*n_cell + c : i];
                 if (c < cell || c >= cell + n_back) {
-                    EXPECT(k[i] == 0.0f && own == 0.0f); // all other cells must stay unchanged
+                    EXPECT(k[i] == 0.0f && value == 0.0f); // all other cells must stay unchanged
                     continue;
                 }
                 const int64_t pos = 545 + c - cell;
-                EXPECT(own == s.value(l, head, pos)[e]);
+                EXPECT(value == s.value(l, head, pos)[e]);
                 const auto key = rotated({ s.key(l, head, pos), s.key(l, head, pos) + n_embd }, pos - 100, GGML_ROPE_TYPE_NEOX, n_embd, 0);
                 EXPECT_NEAR(k[i], key[e], 2e-3);
             }
@@ -2126,21 +2126,21 @@ CHECK(wait_finishes_the_work_of_a_group_and_returns_its_error) {
     std::vector<int> order;
     workers::group first, second;
     std::atomic<bool> all_are_queued(false);
-    workers one(1);
+    workers worker(1);
     for (int i = 0; i < 5; ++i) {
-        one.add(first, [&, i](size_t) {
+        worker.add(first, [&, i](size_t) {
             while (!all_are_queued) {
                 std::this_thread::yield();
             }
             order.push_back(i);
         });
     }
-    one.add(second, [](size_t) { throw std::runtime_error("no room"); });
+    worker.add(second, [](size_t) { throw std::runtime_error("no room"); });
     all_are_queued = true;
-    EXPECT(one.wait(first).empty());
+    EXPECT(worker.wait(first).empty());
     EXPECT(order == std::vector<int>({ 0, 1, 2, 3, 4 }));
-    EXPECT(one.wait(second) == "no room");
-    EXPECT(one.wait(second).empty());
+    EXPECT(worker.wait(second) == "no room");
+    EXPECT(worker.wait(second).empty());
 }
 
 int main(int argc, char ** argv) {

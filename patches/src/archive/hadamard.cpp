@@ -41,18 +41,18 @@ KVTOOL_AVX2 static void hadamard_avx2(float * x, int64_t n) {
 
     // Signs of the butterflies with distance 1, 2 and 4. A butterfly multiplies each element by its sign, and adds the
     // element at this distance
-    const __m256 one  = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
-    const __m256 two  = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
-    const __m256 four = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);
+    const __m256 signs_1 = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1);
+    const __m256 signs_2 = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
+    const __m256 signs_4 = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1);
 
     for (float * end = x + n; x < end; x += 8*N) {
         __m256 v[N];
 #pragma GCC unroll 8
         for (int i = 0; i < N; ++i) {
             v[i] = _mm256_mul_ps(_mm256_loadu_ps(x + 8*i), scale);
-            v[i] = _mm256_fmadd_ps(v[i], one,  _mm256_permute_ps(v[i], 0xB1));
-            v[i] = _mm256_fmadd_ps(v[i], two,  _mm256_permute_ps(v[i], 0x4E));
-            v[i] = _mm256_fmadd_ps(v[i], four, _mm256_permute2f128_ps(v[i], v[i], 1));
+            v[i] = _mm256_fmadd_ps(v[i], signs_1, _mm256_permute_ps(v[i], 0xB1));
+            v[i] = _mm256_fmadd_ps(v[i], signs_2, _mm256_permute_ps(v[i], 0x4E));
+            v[i] = _mm256_fmadd_ps(v[i], signs_4, _mm256_permute2f128_ps(v[i], v[i], 1));
         }
 #pragma GCC unroll 8
         for (int half = 1; half < N; half *= 2) {

@@ -83,8 +83,8 @@ void search::multiply_runs(size_t first_run, size_t item) {
         const auto & run       = runs[r];
         const auto * run_sizes = run.means->sizes.data() + run.first;
         for (int i = 0; i < run.n; ++i) {
-            // A set of fewer than n_pack tokens counts as n_pack tokens. This limits how many sets expand_sets replaces. It
-            // adds their clusters as items, and there is room for only item_stride items
+            // A set of fewer than n_pack tokens counts as n_pack tokens. This limits how many sets expand_sets
+            // replaces. It adds their clusters as items, and there is room for only item_stride items
             const int n = run.is_set && run_sizes[i] > 0 ? std::max<int>(run_sizes[i], n_pack) : run_sizes[i];
             sizes        [item + i] = n;
             inverse_sizes[item + i] = inverses[n];
