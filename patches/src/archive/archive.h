@@ -141,8 +141,8 @@ public:
     const int n_map_k;
     const int n_map_v;
 
-    // True for iq4_nl: stored keys are centered. Before they are rounded, a vector close to their mean is subtracted. The
-    // keys of a head are similar to each other in most models, so their differences can be rounded more finely.
+    // True for iq4_nl: stored keys are centered. Before they are rounded, a vector close to their mean is subtracted.
+    // The keys of a head are similar to each other in most models, so their differences can be rounded more finely.
     const bool is_centered;
 
     const size_t size_k; // bytes of a key
@@ -187,8 +187,8 @@ public:
     void make(const archive_params & params, const std::vector<archive_shape> & shapes);
 
     // Keys of a head as f32. `key` reads the key of token i, which is stored in `slot`. `keys` reads n keys from `slot`
-    // on, all in one block. order: sealed_block::order of a clustered block; null if the block's tokens are in the order
-    // of the stream
+    // on, all in one block. order: sealed_block::order of a clustered block; null if the block's tokens are in the
+    // order of the stream
     void key (size_t layer, int head, int64_t i, int64_t slot, float * out) const;
     void keys(size_t layer, int head, int64_t slot, int n, const uint8_t * order, float * out) const;
 
@@ -366,8 +366,8 @@ private:
     };
     row_span span_of(int i_row) const;
 
-    // Compute the center of the block of token i, which is the first token of the block that is archived. k: the keys of
-    // n tokens, from token i on
+    // Compute the center of the block of token i, which is the first token of the block that is archived. k: the keys
+    // of n tokens, from token i on
     void set_center(size_t layer, int64_t i, ggml_type type, const uint8_t * k, int n);
 
     void move_far(int64_t end);

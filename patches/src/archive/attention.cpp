@@ -88,8 +88,8 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.searched[head].n_exact_token);
 }
 
-// The products of centered keys with the queries lack the products of the center: add them for n tokens. The keys of the
-// range have the same base
+// The products of centered keys with the queries lack the products of the center: add them for n tokens. The keys of
+// the range have the same base
 void attention::add_center(int head, const token_range & range, int64_t begin, int n, const float * queries, float * out) {
     const int64_t   d     = l.n_embd_k;
     const int64_t   block = begin - begin % l.n_block;

@@ -14,8 +14,8 @@ namespace kvtool {
 // number of blocks for which a full list gets additional memory
 static constexpr size_t n_growth = 16;
 
-// Resize a list to n entries of n_element elements. If it has to grow, it grows in small steps: by default, its capacity
-// might double
+// Resize a list to n entries of n_element elements. If it has to grow, it grows in small steps: by default, its
+// capacity might double
 template <typename T>
 static void grow(std::vector<T> & list, size_t n, size_t n_element) {
     if (list.capacity() < n*n_element) {

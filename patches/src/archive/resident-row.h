@@ -33,8 +33,9 @@ ggml_fp16_t mask_of(int n_token);
 struct resident_row {
     resident_row(const resident_sizes & n, int64_t base);
 
-    // n_cluster consecutive clusters of row_clusters. They have consecutive cells. A page is a set if its group is ordered
-    // set by set, otherwise a block. Pages are numbered like blocks: page n_grouped*g + i is set i or block i of group g
+    // n_cluster consecutive clusters of row_clusters. They have consecutive cells. A page is a set if its group is
+    // ordered set by set, otherwise a block. Pages are numbered like blocks: page n_grouped*g + i is set i or block i
+    // of group g
     struct page {
         int64_t    number = -1; // -1 if the cells are free
         bool       is_set = false;

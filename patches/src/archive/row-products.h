@@ -22,9 +22,9 @@ void multiply_rows(
         const uint8_t * indices = nullptr);
 
 // Rotate rows (RoPE) and multiply them with columns. Row i is multiplied by the Hadamard matrix of size n_map (unless
-// n_map is 0), then rotated by delta - offsets[i] positions, and then multiplied as in multiply_rows. `rotations` points
-// to the rotation by `delta` positions in the table rotations::small_rotations(). Call this only if can_rotate is true,
-// which depends on the type and the CPU.
+// n_map is 0), then rotated by delta - offsets[i] positions, and then multiplied as in multiply_rows. `rotations`
+// points to the rotation by `delta` positions in the table rotations::small_rotations(). Call this only if can_rotate
+// is true, which depends on the type and the CPU.
 void multiply_rotated_rows(
         ggml_type type, int n_map, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, const float * rotations, bool are_halves,
         const uint8_t * offsets, float * out, int os);

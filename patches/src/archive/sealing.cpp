@@ -140,7 +140,8 @@ void archive::seal_row(int i_row) {
     const row_span span = span_of(i_row);
 
     row.forget(begin()/n_block);
-    // after a rewind, the blocks from span.end on lose their clusters: put their tokens back into the order of the stream
+    // after a rewind, the blocks from span.end on lose their clusters: put their tokens back into the order of the
+    // stream
     for (int64_t block = std::max(span.end, row.begin()); block < row.end() && block*n_block < end(); ++block) {
         layers[i].sort(head, block, row[block].first, slots_of(row[block]).data());
     }

@@ -299,8 +299,8 @@ size_t search::multiply_clusters(const row_clusters & row, const float * queries
         variances[i] = logits.scale*logits.scale*row.variance(query);
     }
 
-    // Make room for n_pack clusters per set that expand_sets will replace. Each set counts as n_pack tokens or more, and
-    // expand_sets stops at n tokens
+    // Make room for n_pack clusters per set that expand_sets will replace. Each set counts as n_pack tokens or more,
+    // and expand_sets stops at n tokens
     item_stride = n_item + std::min<size_t>(n/n_pack + 1, n_sets)*n_pack + n_pack;
     item_stride = (item_stride + n_pack - 1)/n_pack*n_pack;
     mean_logits  .resize(item_stride*n_query);

@@ -101,8 +101,8 @@ private:
     };
 
     // A part of each archived token that is copied to the device: its key, its value, or both. An archived token is a
-    // key followed by a value. The part has `size` bytes, from byte src_offset of the token on. On the device, the parts
-    // of all tokens are rows in the layer's tensor `bytes`: head after head, from byte dst_offset on.
+    // key followed by a value. The part has `size` bytes, from byte src_offset of the token on. On the device, the
+    // parts of all tokens are rows in the layer's tensor `bytes`: head after head, from byte dst_offset on.
     struct part {
         size_t src_offset;
         size_t size;

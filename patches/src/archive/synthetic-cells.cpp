@@ -45,9 +45,9 @@ static constexpr double ridge = 1e-4;
 // number of corrections of the ridge's error; each correction reduces it by about the factor `ridge`
 static constexpr int n_correction = 3;
 
-// Parameters of synthetic_cells::refine, which improves quantized keys. n_refine: number of passes over all elements of a
-// key. other_head_weight: weight of squared errors in products with the queries of other heads. The weight is 1 for the
-// head of the cell
+// Parameters of synthetic_cells::refine, which improves quantized keys. n_refine: number of passes over all elements of
+// a key. other_head_weight: weight of squared errors in products with the queries of other heads. The weight is 1 for
+// the head of the cell
 static constexpr int    n_refine          = 3;
 static constexpr double other_head_weight = 0.25;
 
@@ -261,9 +261,9 @@ void synthetic_cells::make(const float * queries, const double * log_sums, const
 void synthetic_cells::set_values(const float * attn_out, double off_diagonal, double diagonal) {
     const int g = n_head;
 
-    // For each head, the values of all cells, weighted by the head's shares, must add up to the head's attention output.
-    // Therefore the values are `inverse`*`attn_out`, where `inverse` is the inverse of the matrix `shares`. This matrix
-    // is nearly singular if queries are nearly equal. A small ridge therefore pulls `inverse` towards
+    // For each head, the values of all cells, weighted by the head's shares, must add up to the head's attention
+    // output. Therefore the values are `inverse`*`attn_out`, where `inverse` is the inverse of the matrix `shares`.
+    // This matrix is nearly singular if queries are nearly equal. A small ridge therefore pulls `inverse` towards
     // `intended_inverse`, the inverse of the matrix of intended shares
     std::vector<double> square(g*g), inverse(g*g), residual(g);
     for (int i = 0; i < g; ++i) {
