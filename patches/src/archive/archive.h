@@ -342,7 +342,7 @@ private:
 
     int64_t far    = 0;
     int64_t n_max  = max_pos; // maximum size of the archive
-    int64_t oldest = 0;    // the archive's first token, after the tokens are added for which `start` was called
+    int64_t oldest = 0;       // the archive's first token, after the tokens are added for which `start` was called
 
     // Return the first token that remains after the tokens before `first` are deleted. It may be later than `first`:
     // clustered blocks are deleted as a whole

@@ -174,10 +174,10 @@ void to_half(ggml_type type, const void * x, ggml_fp16_t * y, int64_t n) {
     to_half(f.data(), y, n);
 }
 
-void transpose(const uint8_t * src, uint8_t * dst, int64_t n_row, int64_t n_column, size_t size) {
+void transpose(const uint8_t * src, uint8_t * dst, int64_t n_row, int64_t n_column, size_t elem_size) {
     for (int64_t r = 0; r < n_row; ++r) {
         for (int64_t c = 0; c < n_column; ++c) {
-            memcpy(dst + (c*n_row + r)*size, src + (r*n_column + c)*size, size);
+            memcpy(dst + (c*n_row + r)*elem_size, src + (r*n_column + c)*elem_size, elem_size);
         }
     }
 }

@@ -60,8 +60,8 @@ static void fill_cells(const archive & tokens, size_t i, const layer & cached, b
     }
     // A transposed cache stores the first element of all cells, then the second element of all cells, and so on. The
     // values are therefore transposed before they are written
-    const size_t size   = v_trans ? ggml_type_size(cached.v->type) : 0; // bytes of an element
-    const size_t stride = v_trans ? size*n_embd_v : cached.v->nb[1];
+    const size_t elem_size = v_trans ? ggml_type_size(cached.v->type) : 0;
+    const size_t stride    = v_trans ? elem_size*n_embd_v : cached.v->nb[1];
 
     raw.resize(stride*n);
     for (int32_t j = 0; j < n; ++j) {
@@ -75,8 +75,8 @@ static void fill_cells(const archive & tokens, size_t i, const layer & cached, b
         return;
     }
     std::vector<uint8_t> transposed(raw.size());
-    transpose(raw.data(), transposed.data(), n, n_embd_v, size);
-    ggml_backend_tensor_set_2d(cached.v, transposed.data(), cell*size, size*n, n_embd_v, size*cached.k->ne[1], size*n);
+    transpose(raw.data(), transposed.data(), n, n_embd_v, elem_size);
+    ggml_backend_tensor_set_2d(cached.v, transposed.data(), cell*elem_size, elem_size*n, n_embd_v, elem_size*cached.k->ne[1], elem_size*n);
 }
 
 void recaller::rewind(const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
