@@ -188,7 +188,7 @@ def default_talker(talker, monkeypatch):
 @pytest.fixture
 def connect():
     """Return a function that makes OpenAI clients for a URL. They are closed at the end."""
-    from tests.serve.late import openai
+    from tests.serve.client_packages import openai
 
     with ExitStack() as stack:
 

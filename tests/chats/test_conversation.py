@@ -30,7 +30,7 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from tests import tiny
-from tests.engine.running import KINDS
+from tests.engine.exact_engines import KINDS
 
 COUNTS = "{{ thinking_budget or 'any' }} tokens.<think></think>" + tiny.CHAT_TEMPLATE
 """Template whose first words depend on the thinking budget."""
@@ -335,8 +335,8 @@ def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
         others += [user, {"role": "assistant", "content": text}]
     again = chat()
     again.reread(others)
-    wanted = [each for reply in replies.values() for each in (user, reply)]
-    wanted_all = [*others[:n_system], *wanted]
+    expected = [each for reply in replies.values() for each in (user, reply)]
+    wanted_all = [*others[:n_system], *expected]
     assert again.messages == wanted_all
     # the penalties count the replies
     texts = [each["content"] for each in replies.values()]
@@ -789,8 +789,8 @@ def test_system_prompt_that_repeats_template_words_is_pinned_whole(real_chat, sy
     talk = real_chat(system=system)
     talk.pin_system()
     model = talk.writer.engine.model
-    wanted = [*model.tokenize("<|im_start|>", special=True), *model.tokenize(f"system\n{system}")]
-    assert talk.writer.engine.n_pinned == len(wanted)
+    expected = [*model.tokenize("<|im_start|>", special=True), *model.tokenize(f"system\n{system}")]
+    assert talk.writer.engine.n_pinned == len(expected)
 
 
 def _fails(path):
@@ -833,8 +833,8 @@ def test_cells_and_status_count_forgotten_tokens(chat, monkeypatch):
     engine = talk.writer.engine
     n_forgotten = engine.n_past - engine.n_kv
     assert n_forgotten > 0
-    held, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
-    line = f"{engine.n_past} tokens: {held} in the cache, {forgotten} forgotten · cache "
+    cached, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
+    line = f"{engine.n_past} tokens: {cached} in the cache, {forgotten} forgotten · cache "
     assert line in terminal.status()
     commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
@@ -852,9 +852,9 @@ def test_recall_reports_every_token_as_cached_or_archived(chat):
     "".join(talk.reply("Tell me a long story about the sea.", 60))
     engine, terminal = talk.writer.engine, Terminal(talk, None, "recall")
     terminal.console = Console(file=(out := io.StringIO()), width=100)
-    held, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
-    assert held + archived == 100
-    shares = f"{held:.1f} % in the cache, {archived:.1f} % archived, 0 % forgotten"
+    cached, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
+    assert cached + archived == 100
+    shares = f"{cached:.1f} % in the cache, {archived:.1f} % archived, 0 % forgotten"
     line = f"{engine.n_past} tokens: {shares} · cache "
     assert line in terminal.status()
     Commands(terminal).run("/stats")
@@ -862,8 +862,8 @@ def test_recall_reports_every_token_as_cached_or_archived(chat):
     # this chat has written no reply, so there is no speed to show
     assert "speed" not in out.getvalue()
     stats = " ".join(out.getvalue().split())
-    held = f"{engine.mean_live:.0f} tokens per row and {n_recalled} places for archived text"
-    assert f"in the cache {held}, at most 48 (--budget)" in stats
+    cached = f"{engine.mean_live:.0f} tokens per row and {n_recalled} places for archived text"
+    assert f"in the cache {cached}, at most 48 (--budget)" in stats
     assert f"archived {engine.n_archived} of at most" in stats
     assert f"context {engine.n_ctx:,} tokens (trained: {engine.model.n_ctx_train:,})" in stats
 
@@ -938,11 +938,11 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
 def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, policy, n_before):
     budget = 1024 if policy == "full" else 64
     talk, plain = (chat(policy, budget, "Be brief.") for _ in range(2))
-    asked = "Tell me a story of the sea, and of the keeper of a light. " * 4
+    prompt = "Tell me a story of the sea, and of the keeper of a light. " * 4
     for each in (talk, plain):
         for i in range(n_before):
             "".join(each.reply(f"Name a fruit of the sea, {i}.", 12))
-        "".join(each.reply(asked, 12))
+        "".join(each.reply(prompt, 12))
     engine, read = talk.writer.engine, []
     decode = engine.context.decode
     monkeypatch.setattr(
@@ -957,7 +957,7 @@ def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, p
         read.clear()
 
     before = talk.last_turn().before
-    for text in (asked, f"{asked}And then?", asked[:90], "Why?", asked):
+    for text in (prompt, f"{prompt}And then?", prompt[:90], "Why?", prompt):
         # as a reference, take the last turn back, and then read the other turn whole
         plain.undo_turn()
         plain.read_turn(text)
@@ -983,7 +983,7 @@ def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, p
             talk.writer.read(talk.writer.unread[:0])
             read.clear()
         assert len(talk.undo_stack) == n_before + 1
-    assert talk.undo_turn() == asked
+    assert talk.undo_turn() == prompt
     assert (stream(talk), engine.n_past) == (stream(plain)[: before.n_token], before.n_past)
 
 

@@ -21,7 +21,7 @@ from kvtool.engine.settings import Settings
 from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench, depths, machine
 from kvtool.system.cpu import cpu_name
-from tests.cli.called import called, one_line
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import kvtool
 
 ROWS = ["full, flash off", "full, flash on", "full, q8_0, flash on", "recall, 64", "h2o, 64"]
@@ -228,8 +228,8 @@ def test_lengthened_stream_continues_like_a_read_stream(loaded, name):
     ],
 )
 def test_bad_arguments_get_one_line_and_their_exit_code(arguments, code, words, model, tmp_path):
-    done = called("bench", *(model if each == "MODEL" else each for each in arguments), cwd=tmp_path)
-    one_line(done, code, words)
+    done = run_kvtool("bench", *(model if each == "MODEL" else each for each in arguments), cwd=tmp_path)
+    assert_one_line(done, code, words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -244,7 +244,7 @@ def test_interrupted_run_prints_the_measured_rows(model, monkeypatch, number):
 
     monkeypatch.setattr(bench.Bench, "_round", interrupted)
     options = "-m", model, "-t", 1, "--budget", 64, "-b", 64
-    done = called("bench", *options, "--depths", "64,128", "--rounds", 1, "--json")
+    done = run_kvtool("bench", *options, "--depths", "64,128", "--rounds", 1, "--json")
     assert done.returncode == 128 + number
     assert [row["what"] for row in read(done.stdout)] == ROWS[:2]
     assert done.stderr.split("\n")[-3:-1] == [

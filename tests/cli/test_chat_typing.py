@@ -25,9 +25,9 @@ from kvtool.cli.chat import screen
 from kvtool.cli.chat import terminal as loop
 from kvtool.cli.chat.input import Prompt, _Completer, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
-from tests.cli.called import called
+from tests.blocking_policy import TIMEOUT_S, BlockingPolicy, until
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import Terminal, terminals, user_messages
-from tests.held import PATIENCE_S, Held, until
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
@@ -111,9 +111,9 @@ def test_at_sign_and_name_are_replaced_by_the_file(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(InputError, match=r"empty.txt is empty; it must be a text"):
         with_files("Explain @empty.txt")
-    seen = []
-    with_files('@x.py @someone @"a b.txt"', lambda path, text: seen.append((path.name, text)))
-    assert seen == [("x.py", "print(1)"), ("a b.txt", "two\nlines")]
+    files = []
+    with_files('@x.py @someone @"a b.txt"', lambda path, text: files.append((path.name, text)))
+    assert files == [("x.py", "print(1)"), ("a b.txt", "two\nlines")]
     (tmp_path / "z.bin").write_bytes(b"abc\xff")
     with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
         with_files("@z.bin")
@@ -289,7 +289,7 @@ def test_pasted_or_quoted_lines_are_sent_as_one_turn(terminal, tmp_path):
     chat.until(f"nothing was sent\n\n> @{path}")
     # after Ctrl-C, the next text can be typed at once
     chat.type("\x03/bye\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
     assert user_messages(path) == [
         *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "/help is text here\nreally"),
         *("/usr/lib/foo.c:12: error: x\nwhat does that mean?", "/usr/bin", "nine: what the file says"),
@@ -328,15 +328,15 @@ def test_chat_works_without_a_folder_for_its_history(terminal, tmp_path, state):
 
 
 def test_ctrl_c_while_a_turn_is_read_undoes_the_turn(terminal, tmp_path):
-    path, held = tmp_path / "chat.kv", Held(tmp_path)
-    chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
+    path, blocking = tmp_path / "chat.kv", BlockingPolicy(tmp_path)
+    chat = terminal("--session", path, "-b", 16, "--policy", blocking.policy)
     before = chat.say("hello").split("\n")[-1]
     # the text is so long that most of it is read after the first eviction
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
     chat.wait_for("reading")
-    held.wait()
+    blocking.wait()
     chat.type("\x03")
-    held.go()
+    blocking.go()
     chat.until("cancelled; the chat is as it was before\n\n> ")
     assert user_messages(path) == ["hello"]
     assert f"tokens so far {before.split()[0]} " in " ".join(chat.say("/stats").split())
@@ -480,7 +480,7 @@ def test_text_typed_ahead_is_dropped_if_the_prompt_offers_a_line(terminal, tmp_p
     chat.say("two")
     # The next prompts are empty, so lines that were typed ahead are read and not dropped.
     chat.type("three\r/exit\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
     assert user_messages(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
 
 
@@ -521,26 +521,26 @@ def test_set_refuses_start_options_and_suggests_similar_settings(terminal):
 
 
 def test_terminal_mode_is_set_again_after_sigcont(monkeypatch):
-    master, theirs = pty.openpty()
-    with open(theirs, closefd=False) as stdin:
+    master, slave = pty.openpty()
+    with open(slave, closefd=False) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        before, (keys, handler) = termios.tcgetattr(theirs), (screen.Keys(), signal.getsignal(signal.SIGCONT))
+        before, (keys, handler) = termios.tcgetattr(slave), (screen.Keys(), signal.getsignal(signal.SIGCONT))
 
         def echoes_after_stop():
             # restore the terminal's settings, as a shell does between a stop and `fg`
-            termios.tcsetattr(theirs, termios.TCSANOW, before)
+            termios.tcsetattr(slave, termios.TCSANOW, before)
             signal.raise_signal(signal.SIGCONT)
-            return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)
+            return bool(termios.tcgetattr(slave)[3] & termios.ECHO)
 
         with keys.waiting():
             assert not echoes_after_stop()
             with keys.normal():
                 assert echoes_after_stop()
             assert not echoes_after_stop()
-        assert termios.tcgetattr(theirs) == before
+        assert termios.tcgetattr(slave) == before
         assert signal.getsignal(signal.SIGCONT) == handler
     os.close(master)
-    os.close(theirs)
+    os.close(slave)
 
 
 @pytest.mark.parametrize("ending", ["", "\x03"], ids=["started", "stopped"])
@@ -557,7 +557,7 @@ def test_characters_typed_while_a_chat_starts_appear_only_at_the_prompt(talker, 
             assert not echoes()
             chat.type(f"typed early{ending}")
             if ending:
-                assert chat.process.wait(PATIENCE_S) == 130
+                assert chat.process.wait(TIMEOUT_S) == 130
                 assert echoes()
                 return
             file.write(json.dumps([{"role": "system", "content": "Be brief."}]))
@@ -597,11 +597,11 @@ def test_ctrl_c_while_a_file_is_inserted_takes_the_turn_back(monkeypatch, tmp_pa
 
 
 def test_more_ctrl_c_between_two_prompts_do_not_end_the_chat():
-    asked = []
+    handlers = []
 
     def ask(default):
-        asked.append(signal.getsignal(signal.SIGINT))
-        if len(asked) == 1:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        if len(handlers) == 1:
             raise KeyboardInterrupt
         return "words"
 
@@ -631,10 +631,10 @@ def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_pa
     chat.type(f"@{tmp_path}/z.txt\r")
     chat.until(f"{tmp_path}/z.txt is empty; it must be a text; nothing was sent\n\n> @{tmp_path}/z.txt")
     chat.type("\x15")
-    said = chat.say(f'Explain @"{tmp_path}/my note.txt"')
-    inserted, *_ = said.split("\n")
+    output = chat.say(f'Explain @"{tmp_path}/my note.txt"')
+    inserted, *_ = output.split("\n")
     assert re.fullmatch(rf"inserted {tmp_path}/my note.txt, \d+ tokens", inserted)
-    assert said.count("inserted") == 1
+    assert output.count("inserted") == 1
     assert "inserted" not in chat.say("and @someone")
 
 
@@ -656,7 +656,7 @@ def test_leaving_with_unsaved_turns_needs_a_second_request(terminal, tmp_path, l
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, full))
     assert f"saved to {other}" in chat.say(f"/save {other}")
     chat.type(leaving)
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
     assert user_messages(path) == ["one"]
     assert user_messages(other) == ["one", "two", "three"]
     again = terminal("--session", path)
@@ -666,7 +666,7 @@ def test_leaving_with_unsaved_turns_needs_a_second_request(terminal, tmp_path, l
     again.wait_for("1 turn was not saved; ")
     again.wait_for("\n\n> ")
     again.type(leaving)
-    assert again.process.wait(PATIENCE_S) == 9
+    assert again.process.wait(TIMEOUT_S) == 9
 
 
 def test_plain_has_no_colours(terminal):
@@ -687,7 +687,7 @@ def test_verbose_shows_statistics_when_the_chat_ends(terminal):
     assert "cells per row" not in chat.text
     chat.type("/exit\r")
     assert re.search(r"[0-9]+ tokens.*, [0-9]+/128 $", chat.wait_for("cells per row, cache "))
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
 
 
 def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
@@ -786,7 +786,7 @@ def test_aliases_of_commands_work_and_typos_get_suggestions(terminal):
     chat.until("\n> /stats")
     assert "tokens so far" in chat.say("")
     chat.type("/bye\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
 
 
 def test_continued_chat_shows_its_last_turn(terminal, tmp_path):
@@ -810,7 +810,7 @@ def test_chat_warns_at_its_start_about_a_base_model(terminal, talker, tmp_path):
     path = shutil.copy(talker, tmp_path / "gemma-3-270m-q4_k_m.gguf")
     with terminals(path, *SMALL) as start:
         assert f"\n{line}" in start().text
-    piped = called("chat", "-m", path, *SMALL, "-t", 1, stdin="hello\n")
+    piped = run_kvtool("chat", "-m", path, *SMALL, "-t", 1, stdin="hello\n")
     assert f"\n{line}" in piped.stderr
 
 

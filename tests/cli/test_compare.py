@@ -24,10 +24,10 @@ from kvtool.measure import run as one
 from kvtool.measure.grid import Run
 from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
-from tests import forked
-from tests.cli.called import called, one_line
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S, BlockingPolicy
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
-from tests.held import PATIENCE_S, Held
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, outcomes, t
 def test_failed_reference_exits_1_after_the_results(outcomes, model, folder, environment):
     outcomes(lambda run, reference, writes: {"error": "no luck"} if writes else None)
     arguments = ("-m", model, "-t", 1, "--policies", "local", "--budgets", "64", "--max-tokens", 199)
-    done = called("compare", "tide.txt", *arguments, "--json", cwd=folder, env=environment)
+    done = run_kvtool("compare", "tide.txt", *arguments, "--json", cwd=folder, env=environment)
     assert done.returncode == 1
     assert done.stderr.endswith("kvtool: the run of the full cache failed; see above\n")
     assert json.loads(done.stdout)["kl"] is None
@@ -292,7 +292,7 @@ def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
     ],
 )
 def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code, words):
-    one_line(compare(*arguments, check=False), code, words)
+    assert_one_line(compare(*arguments, check=False), code, words)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
@@ -300,10 +300,10 @@ def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code
 def test_interrupt_keeps_finished_runs_and_names_the_records_file(
     model, folder, environment, tmp_path, number
 ):
-    held, out = Held(tmp_path, "self.budget == 65"), tmp_path / "out.jsonl"
+    blocking, out = BlockingPolicy(tmp_path, "self.budget == 65"), tmp_path / "out.jsonl"
     command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out)]
-    command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
-    with forked.Popen(
+    command += ["--policies", str(blocking.policy), "--budgets", "64,65,66"]
+    with fork_server.Popen(
         [*KVTOOL, *command],
         cwd=folder,
         env=environment,
@@ -311,23 +311,23 @@ def test_interrupt_keeps_finished_runs_and_names_the_records_file(
         text=True,
         start_new_session=True,
     ) as process:
-        held.wait()
+        blocking.wait()
         process.send_signal(number)
-        said = iter(process.stderr.readline, "stopping after the current step ...\n")
-        assert "" not in said
-        held.go()
+        stderr_lines = iter(process.stderr.readline, "stopping after the current step ...\n")
+        assert "" not in stderr_lines
+        blocking.go()
         lines = process.stderr.read().splitlines()
-        assert process.wait(PATIENCE_S) == 128 + number
+        assert process.wait(TIMEOUT_S) == 128 + number
     assert lines[-1] == f"kvtool: stopped; 1 of 3 runs are in {out}; --resume does the rest"
     assert [record["budget"] for record in read(out)] == [64]
 
 
-def run(label, asked=None, kind="f16"):
+def run(label, budget=None, kind="f16"):
     options = ScoreOptions(policy=label.split(":")[0], type_k=kind, type_v=kind)
-    return Run(label, options, None, None, {}, asked, 64)
+    return Run(label, options, None, None, {}, budget, 64)
 
 
-def row(label, asked=None, kind="f16", **values):
+def row(label, budget=None, kind="f16", **values):
     record = {
         "cells": 64.0,
         "n_scored": 8191,
@@ -343,7 +343,7 @@ def row(label, asked=None, kind="f16", **values):
     }
     for name in ("nll_minus_full", "nll_minus_best"):
         record |= {name: 0.25, f"{name}_margin": 0.1}
-    return run(label, asked, kind), record | values
+    return run(label, budget, kind), record | values
 
 
 ROWS = [

@@ -22,10 +22,10 @@ from kvtool import policies
 from kvtool.cli.inspect import page as inspect_page
 from kvtool.cli.inspect import terminal as inspect_terminal
 from kvtool.measure import holdings
-from tests.cli.called import called, one_line
+from tests.blocking_policy import TIMEOUT_S
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import kvtool
-from tests.engine.running import open_engine, text
-from tests.held import PATIENCE_S
+from tests.engine.exact_engines import open_engine, random_tokens
 
 SHARES = [1, 0.71, 0.41, 0.1, 0.011, 0]
 
@@ -143,17 +143,19 @@ def test_archived_tokens_are_not_counted_as_forgotten(shaded):
 @pytest.fixture(scope="module")
 def watched(tiny_model):
     """Run a policy. Return (its Holdings, {tokens read: positions in each row}, the tokens' texts)."""
-    seen = {}
+    positions = {}
 
     def record(n):
-        seen[n] = [set(pos[:k].tolist()) for pos, k in zip(engine.rows.pos, engine.rows.live, strict=True)]
+        positions[n] = [
+            set(pos[:k].tolist()) for pos, k in zip(engine.rows.pos, engine.rows.live, strict=True)
+        ]
 
-    tokens = text(180)
+    tokens = random_tokens(180)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
         snapshots = holdings.watch(engine, tokens, 7, record)
         texts = holdings.texts(engine.model, tokens)
     texts[5] = "</script><!--"
-    return snapshots, [seen[end] for end in snapshots.ends.tolist()], texts
+    return snapshots, [positions[end] for end in snapshots.ends.tolist()], texts
 
 
 RESULT = {
@@ -179,7 +181,7 @@ def run_script(page, driver):
         capture_output=True,
         text=True,
         check=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
     )
     return json.loads(done.stdout)
 
@@ -195,8 +197,8 @@ def test_page_contains_the_tokens_that_the_rows_held(watched, last):
     until = np.frombuffer(zlib.decompress(base64.b64decode(data["until"])), np.uint8).reshape(4, -1)
     for snapshot, end in enumerate(data["ends"]):
         for row in range(4):
-            held = {first + i for i in np.flatnonzero(until[row] > snapshot).tolist() if first + i < end}
-            assert held == {pos for pos in rows[snapshot][row] if pos >= first}
+            positions = {first + i for i in np.flatnonzero(until[row] > snapshot).tolist() if first + i < end}
+            assert positions == {pos for pos in rows[snapshot][row] if pos >= first}
 
 
 def test_page_loads_nothing_and_escapes_the_text(watched):
@@ -240,17 +242,17 @@ def test_page_counts_rows_like_the_engine(watched):
     assert got["archived"] == [False, True, True, False]
     # a row's colour depends on two shares of the visible tokens: tokens that the row holds, and tokens that
     # are only in the archive
-    held = snapshots.held(6)[:, 30:158]
-    only = ~held & (np.arange(128) < 100)
-    assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
-    assert 0 < held.mean() < 1
+    is_held = snapshots.held(6)[:, 30:158]
+    only_held = ~is_held & (np.arange(128) < 100)
+    assert got["parts"] == np.stack([is_held.mean(axis=1), only_held.mean(axis=1)], axis=1).tolist()
+    assert 0 < is_held.mean() < 1
 
 
 @pytest.fixture(scope="module")
 def attended(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8)) as engine:
-        snapshots = holdings.watch(engine, text(180), 3)
-        return snapshots, holdings.texts(engine.model, text(180))
+        snapshots = holdings.watch(engine, random_tokens(180), 3)
+        return snapshots, holdings.texts(engine.model, random_tokens(180))
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
@@ -371,9 +373,9 @@ def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path):
     ],
 )
 def test_bad_input_gets_one_line(arguments, code, words):
-    one_line(called("inspect", *arguments), code, words)
+    assert_one_line(run_kvtool("inspect", *arguments), code, words)
 
 
 def test_text_that_does_not_fit_the_full_cache_is_refused(tiny_model):
-    done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
-    one_line(done, 5, "does not fit in the cache (16)")
+    done = run_kvtool("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
+    assert_one_line(done, 5, "does not fit in the cache (16)")

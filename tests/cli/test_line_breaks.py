@@ -15,7 +15,7 @@ from kvtool.cli.chat.input import with_files
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.system import SystemOptions
 from kvtool.system.texts import with_lf
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import user_messages
 
 TEXT = "one two three\nfour five six\n\nseven eight nine\n" * 3
@@ -56,7 +56,7 @@ def n_token(command, is_piped, model, folder, end):
     """Number of tokens that a command reads if the lines of the text end with `end`."""
     text, file = TEXT.replace("\n", end), written(folder, TEXT, end)
     words = (str(word).format(text=text, file=file) for word in command)
-    done = called(*words, "--json", "-t", 1, "-m", model, stdin=text if is_piped else "")
+    done = run_kvtool(*words, "--json", "-t", 1, "-m", model, stdin=text if is_piped else "")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     return record.get("prompt_tokens", record["tokens"])
@@ -79,7 +79,7 @@ def test_measured_texts_keep_their_cr_characters(command, is_piped, talker, tmp_
 def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
     session_path = tmp_path / "chat.kv"
     options = ("-m", talker, "-n", 1, "-t", 1, "--session", session_path)
-    done = called("chat", *options, stdin=f"one{end}two{end}")
+    done = run_kvtool("chat", *options, stdin=f"one{end}two{end}")
     assert done.returncode == 0, done.stderr
     assert user_messages(session_path) == ["one", "two"]
 

@@ -25,8 +25,8 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.layers import Kind, Layer, Layers
-from tests.cli.called import called
-from tests.engine.running import open_engine
+from tests.cli.in_process_command import run_kvtool
+from tests.engine.exact_engines import open_engine
 
 
 def best_place(tokens):
@@ -332,7 +332,7 @@ def test_draft_model_with_another_vocabulary_is_refused(talker, tiny_model):
 
 
 def generated(path, *more, prompt="go on: a b c a b c"):
-    return called("generate", prompt, "-m", path, "-n", 40, "--temp", 0, "--budget", 64, "-t", 1, *more)
+    return run_kvtool("generate", prompt, "-m", path, "-n", 40, "--temp", 0, "--budget", 64, "-t", 1, *more)
 
 
 def test_generate_reports_drafted_and_accepted_tokens(talker):

@@ -16,18 +16,18 @@ from kvtool.llama.libllama.devices import has_gpu
 from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
-from tests.engine.running import (
-    LOGITS,
+from tests.engine.exact_engines import (
+    LOGIT_TOLERANCE,
     N_UNTIED,
     ON_CUDA,
     TOLERANCE,
     assert_continues_as_defined,
-    distinct,
+    distinct_tokens,
     future_of,
-    live,
+    live_positions,
     open_engine,
     positions_of,
-    text,
+    random_tokens,
 )
 from tests.reference import transformer
 
@@ -97,7 +97,7 @@ TINY = [
 @pytest.mark.parametrize(("name", "positions", "evict_every", "n_head_kv"), TINY)
 def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evict_every, n_head_kv):
     path = tiny_model(n_head_kv=n_head_kv, n_ctx_train=130)
-    tokens = text(120 if positions == "original" else 280)
+    tokens = random_tokens(120 if positions == "original" else 280)
     policy = policies.fit(name, 48, evict_every)
     assert score_errors(path, tokens, policy, name, positions=positions).max() < TOLERANCE
 
@@ -105,7 +105,7 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz"])
 def test_signals_survive_the_closing_of_gaps(tiny_model, name):
     # tokens are evicted at 48, 64, ... 128 tokens; position gaps are closed at 142 tokens, the trained length
-    path, tokens = tiny_model(n_ctx_train=142), text(200)
+    path, tokens = tiny_model(n_ctx_train=142), random_tokens(200)
     policy = policies.fit(name, 48, 16)
     keep, observe = twin(name, policy, 142)
     stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
@@ -147,7 +147,7 @@ def test_other_policies_and_options_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):
     path, policy = tiny_model(n_head_kv=2), policies.fit(name, 48, evict_every, options)
-    assert score_errors(path, distinct(120), policy, name, positions=positions).max() < TOLERANCE
+    assert score_errors(path, distinct_tokens(120), policy, name, positions=positions).max() < TOLERANCE
 
 
 def rows_differ_like_the_definition(path, tokens, policy, name, positions):
@@ -155,14 +155,14 @@ def rows_differ_like_the_definition(path, tokens, policy, name, positions):
     with open_engine(path, policy, positions=positions) as engine:
         got = perplexity.stream(engine, tokens)
         engine.evict_if_due()
-        held = live(engine)
-    assert len({len(row) for row in held}) > 1
+        actual = live_positions(engine)
+    assert len({len(row) for row in actual}) > 1
     if has_gpu():
         # a GPU rounds differently, so of two tokens with nearly equal scores another one may be evicted
         assert np.median(np.abs(got - want.nll)) < TOLERANCE
     else:
         assert np.abs(got - want.nll).max() < TOLERANCE
-        assert held == positions_of(want.stream)
+        assert actual == positions_of(want.stream)
 
 
 LONGER, CELLS = ["history=5", "window=4"], ["history=8", "window=2", "t=cells"]
@@ -175,7 +175,7 @@ LONGER, CELLS = ["history=5", "window=4"], ["history=8", "window=2", "t=cells"]
 )
 def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_every, options):
     path = tiny_model(n_head_kv=2, n_ctx_train=100)
-    tokens = text(96 if positions == "original" else 160)
+    tokens = random_tokens(96 if positions == "original" else 160)
     policy = policies.fit("corm", 96, evict_every, options)
     rows_differ_like_the_definition(path, tokens, policy, "corm", positions)
 
@@ -199,7 +199,7 @@ def test_rows_that_share_a_budget_score_like_the_definition(
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
     # with these lengths, the last step has its full length. After a shorter last step, only the reference
     # would evict
-    made = distinct if name in ("knorm", "scissorhands") else text
+    made = distinct_tokens if name in ("knorm", "scissorhands") else random_tokens
     tokens = made(112 if positions == "original" else 200)
     policy = policies.fit(name, 40, evict_every, ["heads=adaptive", *options])
     rows_differ_like_the_definition(path, tokens, policy, name, positions)
@@ -218,7 +218,7 @@ def test_recall_scores_like_the_definition(
 ):
     # all tokens differ, because distant copies of a token could tie: distances are limited to 65, half of the
     # context
-    tokens = distinct(128 if positions == "original" else 250)
+    tokens = distinct_tokens(128 if positions == "original" else 250)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
     want = reference(path, tokens, policy, "recall", made, positions=positions)
@@ -248,7 +248,7 @@ def test_exact_attention_to_all_clusters_scores_like_the_definition(
 ):
     # Distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
     # Gaps between positions are closed inside some blocks
-    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(900)
+    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), random_tokens(900)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", made)
     how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
@@ -262,7 +262,7 @@ def test_exact_attention_to_all_clusters_scores_like_the_definition(
 def test_attention_to_cluster_means_scores_like_the_definition(tiny_model, chunk, exact):
     # distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
     # With only one layer, rounding errors do not grow
-    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(900)
+    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), random_tokens(900)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
@@ -327,7 +327,9 @@ def test_a_real_model_scores_like_the_definition(
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_model, name, positions):
-    off = score_errors(tiny_model(), text(200), policies.fit(name, 48, 16), name, positions=positions)
+    off = score_errors(
+        tiny_model(), random_tokens(200), policies.fit(name, 48, 16), name, positions=positions
+    )
     assert sum(edits_on_device) > 100
     assert off[: N_UNTIED if ON_CUDA and name == "tova" else None].max() < TOLERANCE
 
@@ -353,7 +355,7 @@ FLASH_CASES = [
 @pytest.mark.parametrize(("name", "positions", "evict_every"), FLASH_CASES)
 def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, name, positions, evict_every):
     policy, half = policies.fit(name, 48, evict_every), {"flash": "on", "type_k": "f16", "type_v": "f16"}
-    off = score_errors(tiny_model(), text(200), policy, name, positions=positions, **half)
+    off = score_errors(tiny_model(), random_tokens(200), policy, name, positions=positions, **half)
     assert np.median(off) < FLASH_MEDIAN
     assert off.max() < FLASH_MAX
 
@@ -362,7 +364,7 @@ def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, na
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_long_steps_of_a_prompt_keep_the_tokens_of_the_definition(tiny_model, name, positions):
     # with seed 2, this text has no near ties, which rounding to half precision could decide
-    path, tokens = tiny_model(), text(300, seed=2)
+    path, tokens = tiny_model(), random_tokens(300, seed=2)
     policy = policies.fit(name, 96, 8)
     evict = {"keep": twin(name, policy)[0], "pinned": 0, "budget": policy.budget, "slack": policy.slack}
     stream = transformer.Stream(transformer.Llama(path), positions=positions)
@@ -377,7 +379,7 @@ def test_long_steps_of_a_prompt_keep_the_tokens_of_the_definition(tiny_model, na
             if stream.n > policy.budget:
                 stream.evict(**evict)
             engine.step(part, len(part))
-            assert np.abs(engine.context.logits() - want).max() < LOGITS
+            assert np.abs(engine.context.logits() - want).max() < LOGIT_TOLERANCE
             at += len(part)
-            assert live(engine) == positions_of(stream)
+            assert live_positions(engine) == positions_of(stream)
         assert engine.n_evicted > 200

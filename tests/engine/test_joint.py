@@ -23,8 +23,8 @@ from kvtool.llama.loaded.model import Model
 from kvtool.policy import Signal
 from kvtool.serve import batching
 from kvtool.serve.batching import ComputeLock, StepBatcher
-from tests.engine.running import LOGITS, ON_CUDA, TOLERANCE, distinct, text
-from tests.held import PATIENCE_S, until
+from tests.blocking_policy import TIMEOUT_S, until
+from tests.engine.exact_engines import LOGIT_TOLERANCE, ON_CUDA, TOLERANCE, distinct_tokens, random_tokens
 
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32}
 EXACT["archive_type"] = "f32"
@@ -57,10 +57,11 @@ def one_by_one(lock):
     return StepBatcher(lock, 1)
 
 
-def run_streams(model, policy, tokens, said, *, make_batcher=one_by_one, **settings):
+def run_streams(model, policy, tokens, n_generated, *, make_batcher=one_by_one, **settings):
     """Return the StreamResult of each stream.
 
-    Stream i reads its tokens as a text, except for the last said[i] tokens, which it decodes one by one.
+    Stream i reads its tokens as a text, except for the last n_generated[i] tokens, which it decodes one by
+    one.
     make_batcher: a function that makes a StepBatcher.
     """
     n_stream = len(tokens)
@@ -75,14 +76,14 @@ def run_streams(model, policy, tokens, said, *, make_batcher=one_by_one, **setti
         logits, errors, barrier = [[] for _ in range(n_stream)], [], threading.Barrier(n_stream)
 
         def live(i):
-            engine, n_read = engines[i], len(tokens[i]) - said[i]
+            engine, n_read = engines[i], len(tokens[i]) - n_generated[i]
             lock.acquire()
             try:
                 engine.read(tokens[i][:n_read])
                 with batcher.writing(engine):
                     # wait until all streams are writing
                     lock.release()
-                    barrier.wait(PATIENCE_S)
+                    barrier.wait(TIMEOUT_S)
                     lock.acquire()
                     for at in range(n_read, len(tokens[i])):
                         batcher.step(engine, 0)
@@ -98,7 +99,7 @@ def run_streams(model, policy, tokens, said, *, make_batcher=one_by_one, **setti
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()
         assert not errors
         read = policy.reads not in (Signal.NONE, Signal.KEYS)
@@ -130,25 +131,27 @@ class Counting(StepBatcher):
         return done
 
 
-def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), rounds=False, **settings):
+def same_together(
+    path, name, n=220, n_generated=(90, 60, 90), budget=48, options=(), rounds=False, **settings
+):
     """Assert that streams have the same results alone and in joint steps.
 
     rounds: True if rounding may change which tokens stay. Only the first logits are then compared.
     """
     policy = policies.fit(name, 300 if name == "full" else budget, None, [*options])
-    made = partial(distinct, n_vocab=400) if name == "knorm" else text
-    tokens = [made(n + 10 * i, seed=i) for i in range(len(said))]
+    made = partial(distinct_tokens, n_vocab=400) if name == "knorm" else random_tokens
+    tokens = [made(n + 10 * i, seed=i) for i in range(len(n_generated))]
     batchers = []
 
     def several(lock):
-        batchers.append(Counting(lock, len(said)))
+        batchers.append(Counting(lock, len(n_generated)))
         return batchers[0]
 
     with closing(Model(path)) as model:
-        alone = run_streams(model, policy, tokens, said, **settings)
-        together = run_streams(model, policy, tokens, said, make_batcher=several, **settings)
-    n_longest = sorted(said)[-2]
-    assert batchers[0].sizes == [sum(n > at for n in said) for at in range(n_longest)]
+        alone = run_streams(model, policy, tokens, n_generated, **settings)
+        together = run_streams(model, policy, tokens, n_generated, make_batcher=several, **settings)
+    n_longest = sorted(n_generated)[-2]
+    assert batchers[0].sizes == [sum(n > at for n in n_generated) for at in range(n_longest)]
     for one, other in zip(alone, together, strict=True):
         off = np.abs(one.logits - other.logits)
         if rounds:
@@ -156,7 +159,7 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), r
             continue
         assert np.array_equal(one.pos, other.pos)
         assert np.array_equal(one.live, other.live)
-        assert off.max() < LOGITS
+        assert off.max() < LOGIT_TOLERANCE
         for field, values in one.signals.items():
             assert np.abs(values - other.signals[field]).max() < TOLERANCE, field
 
@@ -176,12 +179,14 @@ def test_joint_steps_do_not_change_any_kind_of_model(tiny_model, arch, name):
     same_together(tiny_model(arch=arch, n_ctx_train=400), name, rounds=rounds)
 
 
-def run_two_streams(path, make_batcher, said=40, n=100):
+def run_two_streams(path, make_batcher, n_generated=40, n=100):
     """Return the results of two streams under h2o, first decoded one after the other, then in joint steps."""
-    policy, tokens = policies.fit("h2o", 48), [text(n, seed=i) for i in range(2)]
+    policy, tokens = policies.fit("h2o", 48), [random_tokens(n, seed=i) for i in range(2)]
     with closing(Model(path)) as model:
-        alone = run_streams(model, policy, tokens, (said, said))
-        return alone, run_streams(model, policy, tokens, (said, said), make_batcher=make_batcher)
+        alone = run_streams(model, policy, tokens, (n_generated, n_generated))
+        return alone, run_streams(
+            model, policy, tokens, (n_generated, n_generated), make_batcher=make_batcher
+        )
 
 
 def test_streams_with_recurrent_layers_decode_one_by_one(tiny_model):
@@ -211,7 +216,7 @@ def test_missing_memory_for_joint_steps_is_reported_once(tiny_model, monkeypatch
 
 def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, monkeypatch):
     monkeypatch.setattr(batching, "MAX_CONTEXTS", 2)
-    policy, tokens, batchers = policies.fit("h2o", 48), [text(60, seed=i) for i in range(5)], []
+    policy, tokens, batchers = policies.fit("h2o", 48), [random_tokens(60, seed=i) for i in range(5)], []
 
     def in_groups(lock):
         batchers.append(Counting(lock, 300))
@@ -223,7 +228,7 @@ def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, 
     assert batchers[0].sizes == [2] * 6
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one.pos, other.pos)
-        assert np.abs(one.logits - other.logits).max() < LOGITS
+        assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 
 
 def test_joint_step_takes_at_most_the_streams_llama_cpp_allows(opened):
@@ -248,11 +253,11 @@ def test_streams_decode_one_by_one_after_a_failed_joint_step(tiny_model):
     alone, beside = run_two_streams(path, lambda lock: Broken(lock, 2), 60, 120)
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one.pos, other.pos)
-        assert np.abs(one.logits - other.logits).max() < LOGITS
+        assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 
 
 def test_joint_step_decodes_nothing_if_one_stream_has_no_room(opened):
-    policy, tokens = policies.fit("full", 300), text(256)
+    policy, tokens = policies.fit("full", 300), random_tokens(256)
     one, other, alone = (opened(policy) for _ in range(3))
     for engine in (one, other, alone):
         engine.read(tokens[:100])
@@ -267,12 +272,12 @@ def test_joint_step_decodes_nothing_if_one_stream_has_no_room(opened):
         # the failed step changed nothing: positions continue where they were
         joint.decode(parts[:1])
     alone.step(tokens[:1])
-    assert np.abs(one.context.logits() - alone.context.logits()).max() < LOGITS
+    assert np.abs(one.context.logits() - alone.context.logits()).max() < LOGIT_TOLERANCE
 
 
 def test_other_threads_get_turns_between_joint_steps(tiny_model, monkeypatch):
     monkeypatch.setattr(batching, "SLICE_STEPS", 4)
-    seen, is_over = [], threading.Event()
+    n_steps, is_over = [], threading.Event()
 
     class Crowded(Counting):
         def _decode_joint(self, parts):
@@ -285,7 +290,7 @@ def test_other_threads_get_turns_between_joint_steps(tiny_model, monkeypatch):
     def take_turns():
         while not is_over.is_set():
             batchers[0]._lock.acquire()
-            seen.append(len(batchers[0].sizes))
+            n_steps.append(len(batchers[0].sizes))
             batchers[0]._lock.release()
 
     def several(lock):
@@ -296,14 +301,18 @@ def test_other_threads_get_turns_between_joint_steps(tiny_model, monkeypatch):
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
         try:
             run_streams(
-                model, policies.fit("h2o", 48), [text(100), text(100, 2)], (50, 50), make_batcher=several
+                model,
+                policies.fit("h2o", 48),
+                [random_tokens(100), random_tokens(100, 2)],
+                (50, 50),
+                make_batcher=several,
             )
         finally:
             is_over.set()
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     # the other thread gets a turn after every few joint steps
-    assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
+    assert sum(a < b <= a + 6 for a, b in itertools.pairwise(n_steps)) >= 7
 
 
 @pytest.mark.parametrize(
@@ -330,6 +339,6 @@ def test_the_cells_of_a_joint_context_must_be_f16(tiny_model, arch, type_k, type
 def test_joint_step_refuses_duplicate_or_too_many_members(opened, n_most):
     engine = opened(policies.fit("h2o", 48))
     with closing(JointContext(engine.context, 4, 4)) as joint:
-        part = Part(engine.context, text(1), 0, 1)
+        part = Part(engine.context, random_tokens(1), 0, 1)
         with pytest.raises(LibraryError, match=r"member|n_member"):
             joint.decode([part] * (n_most or 2))

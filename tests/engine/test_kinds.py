@@ -15,7 +15,14 @@ from kvtool.chats.writer import Writer
 from kvtool.errors import KvtoolError
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
-from tests.engine.running import LOGITS, TOLERANCE, assert_continues_as_defined, distinct, open_engine, text
+from tests.engine.exact_engines import (
+    LOGIT_TOLERANCE,
+    TOLERANCE,
+    assert_continues_as_defined,
+    distinct_tokens,
+    open_engine,
+    random_tokens,
+)
 from tests.engine.test_exactness import reference, score_errors, twin
 from tests.reference import models, transformer
 
@@ -60,7 +67,7 @@ def model(path):
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
     # at the trained length, 130, gaps are closed, and the stored keys are rotated
-    tokens = text(120 if name == "full" else 300)
+    tokens = random_tokens(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
     want = reference(model, tokens, policy, name, positions="auto")
     with open_engine(path, policy, positions="auto") as engine:
@@ -89,7 +96,7 @@ def test_other_policies_score_like_the_definition(path, model, name, options):
     refused = {"weightedkv": "deepseek", "recall": "refact"}
     if path.stem.startswith(refused.get(name, "none")):
         pytest.skip("refused")
-    tokens = distinct(160)
+    tokens = distinct_tokens(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
     made = not path.stem.startswith("deepseek")
     # the distance of archived tokens is limited to half of the context. If tokens are clustered, the limit
@@ -102,7 +109,7 @@ def test_other_policies_score_like_the_definition(path, model, name, options):
 def test_ragged_rows_with_flash_attention_nearly_match_the_definition(path, model):
     policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
     how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
-    off = score_errors(path, distinct(160), policy, "corm", model=model, **how)
+    off = score_errors(path, distinct_tokens(160), policy, "corm", model=model, **how)
     # only the median is compared: near a tie, a row may keep another token, which changes all later scores
     assert np.median(off) < 0.02
 
@@ -113,13 +120,13 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, mo
     if name == "weightedkv" and path.stem.startswith("deepseek"):
         pytest.skip("refused")
     policy, how = policies.fit(name, 48, 16), {"positions": "auto", "restarts": True}
-    assert score_errors(path, distinct(160), policy, name, model=model, **how).max() < TOLERANCE
+    assert score_errors(path, distinct_tokens(160), policy, name, model=model, **how).max() < TOLERANCE
 
 
 def test_rotation_of_quantized_keys_adds_little_error(path, model):
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
-    off = score_errors(path, text(300), policy, "streamingllm", model=model, **how, **quantized)
+    off = score_errors(path, random_tokens(300), policy, "streamingllm", model=model, **how, **quantized)
     # the rotation that closes gaps, at 130, adds little to the error of q8_0
     assert 1e-3 < np.median(off[130:]) < 3 * np.median(off[:130])
 
@@ -131,7 +138,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
 
     The state of layers without rows continues from one segment to the next.
     """
-    tokens = text(n + 40) if n > 200 else distinct(n + 40)
+    tokens = random_tokens(n + 40) if n > 200 else distinct_tokens(n + 40)
     policy = policies.fit("h2o", 48, 16)
     keep, observe = twin("h2o", policy, N_CTX_TRAIN)
     streams = []
@@ -149,13 +156,13 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     stream.in_cache = False
     with open_engine(path, policy, prefill="whole") as engine:
         assert engine.read(tokens[:n]) == n
-        assert np.abs(engine.context.logits()[-1] - want).max() < LOGITS
+        assert np.abs(engine.context.logits()[-1] - want).max() < LOGIT_TOLERANCE
         assert_continues_as_defined(engine, stream, tokens[n:], evict)
 
 
 @every_kind
 def test_restored_engine_continues_bit_for_bit(path):
-    tokens, policy = text(200), policies.fit("h2o", 48, 16)
+    tokens, policy = random_tokens(200), policies.fit("h2o", 48, 16)
     with open_engine(path, policy) as engine:
         perplexity.stream(engine, tokens[:101])
         saved = {name: array.copy() for name, array in engine.save()}
@@ -179,17 +186,17 @@ def test_restored_engine_continues_bit_for_bit(path):
 def test_models_refuse_unsupported_policies_with_one_line(tiny_model, arch, shape, policy, budget, why):
     path, policy = tiny_model(arch, **shape), policies.fit(policy, budget, 16)
     with pytest.raises(KvtoolError, match=rf"^.*{why}.*$") as error, open_engine(path, policy) as engine:
-        engine.read(text(100))
+        engine.read(random_tokens(100))
     assert "\n" not in str(error.value)
 
 
 def test_more_cells_than_an_index_chooses_are_refused(tiny_model):
     with open_engine(tiny_model("deepseek32", top_k=300), policies.fit("h2o", 200, 16)) as engine:
-        perplexity.stream(engine, text(300))
+        perplexity.stream(engine, random_tokens(300))
         assert engine.n_evicted
         engine.cache.resize(np.full(2, 512))
         with pytest.raises(KvtoolError, match=r"300 cells, not 512"):
-            engine.step(text(1))
+            engine.step(random_tokens(1))
 
 
 def test_cache_bytes_include_the_keys_of_an_index(tiny_model):

@@ -68,10 +68,10 @@ def test_edits_on_host_and_device_score_like_edits_on_the_host(split, tiny_model
     assert device.startswith(("RPC0", "Vulkan0", "CUDA0"))
     here = score(tiny_model(n_layer=N_LAYER), *RUNS[number], n_gpu_layers=0)
     assert len(here[0]) == N_TOKENS - 1
-    for ours, theirs in zip(here, split[0][number], strict=True):
-        ours, theirs = np.array(ours), np.array(theirs)
-        assert ours.shape == theirs.shape
-        off = np.abs(ours - theirs)
+    for expected, actual in zip(here, split[0][number], strict=True):
+        expected, actual = np.array(expected), np.array(actual)
+        assert expected.shape == actual.shape
+        off = np.abs(expected - actual)
         # a GPU multiplies in half precision if it can; llvmpipe's results differ by up to 0.008
         if not has_gpu():
             # flash attention rounds to half precision. An NLL then depends on the order in which a merge adds

@@ -16,8 +16,8 @@ from kvtool import policies
 from kvtool.llama.libllama.workers import add_rpc
 from kvtool.measure import perplexity
 from lab.benchmarks import wire
-from tests.engine import rpc_server, saved
-from tests.engine.running import open_engine, text
+from tests.engine import rpc_server, saved_state
+from tests.engine.exact_engines import open_engine, random_tokens
 from tests.engine.test_spares import RECOMPUTE
 from tests.engine.test_worker import working
 
@@ -51,7 +51,7 @@ def opened(path, how, archive_type, flash, kind, n_gpu_layers, **more):
 
 def run(path, *how, **more):
     """Return (results of a stream, its state after the first N_FIRST tokens). See `opened` for `how`."""
-    tokens, results = text(N_FIRST + N_LATER), {}
+    tokens, results = random_tokens(N_FIRST + N_LATER), {}
     with opened(path, *how, **more) as engine:
         archive = engine.context.archive
         first = perplexity.stream(engine, tokens[:N_FIRST])
@@ -71,14 +71,14 @@ def goes_on(path, state, *how):
     """Return the NLL of the tokens after N_FIRST, from a state that `run` returned."""
     with opened(path, *how) as engine:
         engine.restore(state)
-        return perplexity.stream(engine, text(N_FIRST + N_LATER)[N_FIRST:]).tolist()
+        return perplexity.stream(engine, random_tokens(N_FIRST + N_LATER)[N_FIRST:]).tolist()
 
 
 def resized(path, n_gpu_layers):
     """Return the NLL of each token of a stream whose cache is resized."""
     nll = []
     with open_engine(path, policies.fit("recall", 48, 16), n_gpu_layers) as engine:
-        for part, n_cell in zip(np.split(text(220), [100, 160]), (0, 512, 256), strict=True):
+        for part, n_cell in zip(np.split(random_tokens(220), [100, 160]), (0, 512, 256), strict=True):
             if n_cell:
                 engine.context.resize(np.full(len(engine.context.layer_cells), n_cell))
             nll += perplexity.stream(engine, part).tolist()
@@ -93,11 +93,11 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
     policy = policies.fit("recall", 96, 16)
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
-        engine.read(text(48))
+        engine.read(random_tokens(48))
         archive = engine.context.archive
-        held = saved.parse(engine.context.state())
+        cells = saved_state.parse(engine.context.state())
         want = [
-            np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
+            np.stack([cells.keys(layer, n_head_kv), cells.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
         # the client sends one graph for each number of cells. These pushes send both graphs before the bytes

@@ -15,7 +15,7 @@ from kvtool.cli import progress
 from kvtool.errors import SessionError
 from kvtool.llama.cache.segment import CENTERS, CLUSTER_DIGESTS, CLUSTERS, Clusters, listed
 from kvtool.measure import perplexity
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 MODEL = {"n_head_kv": 2, "n_ctx_train": 1024, "key_bias": 3.0}
 
@@ -53,13 +53,13 @@ def write(path, engine, store):
 
 def assert_engines_equal(one, other, seed):
     """Assert that two engines score the next tokens bit for bit the same, and have the same clusters."""
-    tokens = text(150, seed=seed)
+    tokens = random_tokens(150, seed=seed)
     assert (perplexity.stream(one, tokens) == perplexity.stream(other, tokens)).all()
     assert clusters(one) == clusters(other)
 
 
 def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
-    path, tokens = tiny_model(**MODEL), text(1750)
+    path, tokens = tiny_model(**MODEL), random_tokens(1750)
     with opened(path) as engine:
         engine.read(tokens[:1650])
         saved, computed = in_memory(engine), clusters(engine)
@@ -95,7 +95,7 @@ def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
 def test_restore_reports_the_progress_of_clustering(tiny_model, n_threads):
     path = tiny_model(**MODEL)
     with opened(path) as engine:
-        engine.read(text(900))
+        engine.read(random_tokens(900))
         saved = in_memory(engine)
     with opened(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
@@ -111,7 +111,7 @@ def test_terminal_shows_the_progress_of_clustering(tiny_model, monkeypatch, caps
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with opened(tiny_model(**MODEL)) as engine:
-        engine.read(text(900))
+        engine.read(random_tokens(900))
         saved = {name: array for name, array in in_memory(engine).items() if not name.startswith(CLUSTERS)}
         with progress.restoring_progress(engine.context.archive):
             engine.restore(saved)
@@ -126,7 +126,7 @@ def test_session_opened_at_every_turn_equals_an_uninterrupted_one(tiny_model, tm
     rng = np.random.default_rng(1)
     with opened(path, limit) as engine, opened(path, limit) as other, closing(ArchiveFile(file)) as store:
         for turn in range(24):
-            tokens = text(int(rng.integers(1, 300)), seed=turn)
+            tokens = random_tokens(int(rng.integers(1, 300)), seed=turn)
             for each in (engine, other):
                 each.read(tokens)
                 if turn % 5 == 4 and limit > 1200:
@@ -155,7 +155,7 @@ def test_session_without_clusters_gets_them_at_the_next_save(tiny_model, tmp_pat
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
     with opened(path) as engine, opened(path) as other:
         for each in (engine, other):
-            each.read(text(900))
+            each.read(random_tokens(900))
         with closing(ArchiveFile(file)) as store:
             write(file, engine, store)
         with file.open("rb") as raw:
@@ -179,7 +179,7 @@ def test_next_stream_is_saved_with_its_own_clusters(tiny_model, tmp_path):
     with opened(path) as engine, opened(path) as other, closing(ArchiveFile(file)) as store:
         for seed in (1, 2):
             engine.reset()
-            engine.read(text(900, seed=seed))
+            engine.read(random_tokens(900, seed=seed))
             write(file, engine, store)
         other.restore(session.read(file)[1])
         assert_engines_equal(engine, other, seed=3)
@@ -188,15 +188,15 @@ def test_next_stream_is_saved_with_its_own_clusters(tiny_model, tmp_path):
 def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
     path = tiny_model(**MODEL)
     with opened(path, 5000) as engine:
-        engine.read(text(1650))
+        engine.read(random_tokens(1650))
         saved, computed = in_memory(engine), clusters(engine)
     with opened(path, 1300) as engine:
         engine.restore(saved)
-        taken = clusters(engine)
-        first = min(taken)
-        assert {is_far for block, is_far in taken if block > first[0]} == {True, False}
-        assert all(computed[block] == data for block, data in taken.items() if block != first)
-        engine.read(text(100))
+        restored = clusters(engine)
+        first = min(restored)
+        assert {is_far for block, is_far in restored if block > first[0]} == {True, False}
+        assert all(computed[block] == data for block, data in restored.items() if block != first)
+        engine.read(random_tokens(100))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
 def test_invalid_clusters_and_centers_are_refused(tiny_model, at, value):
     path = tiny_model(**MODEL)
     with opened(path) as engine:
-        engine.read(text(1650))
+        engine.read(random_tokens(1650))
         saved = in_memory(engine)
         spoiled = saved[CLUSTERS].copy()
         if at is None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.engine import sizes
 from kvtool.policy import Plan, Policy, Signal
-from tests.engine.running import TOLERANCE, future_of, open_engine, text
+from tests.engine.exact_engines import TOLERANCE, future_of, open_engine, random_tokens
 from tests.reference import models, transformer
 
 # largest accepted share of cells with wrong hits: rounding may move attention across the threshold 1 / t
@@ -60,7 +60,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
     """
     model = models.load(path)
     stream = transformer.Stream(model, positions="in-cache", t=policy.t, future=future_of(policy))
-    tokens, at, since, want = text(sum(sizes)), 0, 0, []
+    tokens, at, since, want = random_tokens(sum(sizes)), 0, 0, []
     with open_engine(path, policy, positions="in-cache", over_budget=False, **settings) as engine:
         for size in sizes:
             n_view = len(policy.views)

@@ -8,7 +8,14 @@ import pytest
 from kvtool import policies
 from kvtool.measure import perplexity
 from kvtool.models.catalogue import registry
-from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, plain_logits, stepped_logits, text
+from tests.engine.exact_engines import (
+    N_UNTIED,
+    ON_CUDA,
+    open_engine,
+    plain_logits,
+    random_tokens,
+    stepped_logits,
+)
 from tests.engine.test_exactness import score_errors
 from tests.reference import transformer
 
@@ -35,7 +42,7 @@ def assert_scored_alike(off, name):
 
 
 def test_text_without_evictions_scores_like_the_definition(gemma3):
-    path, tokens = gemma3(), text(200)
+    path, tokens = gemma3(), random_tokens(200)
     want = transformer.run(transformer.Llama(path), tokens)
     with open_engine(path, policies.fit("full", 256)) as engine:
         got = perplexity.stream(engine, tokens)
@@ -50,7 +57,7 @@ def test_text_without_evictions_scores_like_the_definition(gemma3):
 def test_evictions_score_like_the_definition(gemma3, name, positions, evict_every):
     # at position 130, gaps are closed, which also rotates the keys of the sliding layers
     path = gemma3(n_ctx_train=130)
-    tokens = text(120 if positions == "original" else 400)
+    tokens = random_tokens(120 if positions == "original" else 400)
     how = {"positions": positions, "restarts": positions != "original"}
     assert_scored_alike(score_errors(path, tokens, policies.fit(name, 48, evict_every), name, **how), name)
 
@@ -58,14 +65,14 @@ def test_evictions_score_like_the_definition(gemma3, name, positions, evict_ever
 @pytest.mark.parametrize("positions", ["original", "auto"])
 def test_window_longer_than_the_budget_scores_like_the_definition(tiny_model, positions):
     path = tiny_model(arch="gemma3", window=80, n_ctx_train=200)
-    tokens = text(190 if positions == "original" else 500)
+    tokens = random_tokens(190 if positions == "original" else 500)
     policy = policies.fit("h2o", 32, 16)
     assert score_errors(path, tokens, policy, "h2o", positions=positions).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "q8_0"])
 def test_rotation_of_keys_in_other_types_adds_little_error(tiny_model, type_k):
-    path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), text(300)
+    path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), random_tokens(300)
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
     # Stored keys are rounded to type_k. When gaps are closed (after 130 tokens), keys are rotated and rounded
@@ -75,7 +82,7 @@ def test_rotation_of_keys_in_other_types_adds_little_error(tiny_model, type_k):
 
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_logits_without_evictions_equal_llama_cpp_bit_for_bit(gemma3, name):
-    path, tokens = gemma3(), text(200)
+    path, tokens = gemma3(), random_tokens(200)
     batches = np.split(tokens, range(16, len(tokens), 16))
     want = plain_logits(path, 256, batches, n_batch=16)
     with open_engine(path, policies.fit(name, 256, 16)) as engine:

@@ -17,7 +17,7 @@ from kvtool.models.download import sha256
 from kvtool.models.header import read, read_file
 from kvtool.models.resolve import resolve
 from kvtool.models.split import part_names
-from tests.cli.called import called, one_line
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import kvtool
 
 
@@ -75,10 +75,10 @@ def test_any_part_resolves_to_the_first_part(parts):
 
 def test_the_hash_covers_all_parts(parts):
     data = b"".join(path.read_bytes() for path in parts)
-    seen = []
-    digest = sha256(parts[0], lambda done, total: seen.append((done, total)))
+    progress = []
+    digest = sha256(parts[0], lambda done, total: progress.append((done, total)))
     assert digest == hashlib.sha256(data).hexdigest()
-    assert seen[-1] == (len(data), len(data))
+    assert progress[-1] == (len(data), len(data))
     parts[2].write_bytes(parts[2].read_bytes()[:-1] + b"!")
     assert sha256(parts[0]) != digest
 
@@ -154,10 +154,10 @@ def test_single_file_may_have_the_name_of_a_part(tmp_path, chat_model):
 
 
 def test_models_show_says_how_many_files(parts):
-    result = called("models", "show", parts[1])
+    result = run_kvtool("models", "show", parts[1])
     assert " in 3 files" in result.stdout
     assert result.stderr.endswith(": reading the first part, chat-F32-00001-of-00003.gguf\n")
-    shown = called("models", "show", parts[0], "--json")
+    shown = run_kvtool("models", "show", parts[0], "--json")
     assert (json.loads(shown.stdout)["parts"], shown.stderr) == (3, "")
 
 
@@ -173,7 +173,7 @@ def test_split_model_generates_the_text_of_the_single_file(parts, chat_model):
 
 def test_a_missing_part_ends_with_one_line(parts):
     parts[1].unlink()
-    one_line(generate(parts[0]), 3, "is missing")
+    assert_one_line(generate(parts[0]), 3, "is missing")
 
 
 def test_chat_with_a_downloaded_model_continues_offline(parts, tmp_path):
@@ -199,4 +199,4 @@ def test_chat_with_a_downloaded_model_continues_offline(parts, tmp_path):
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
     last.write_bytes(data)
-    one_line(chat(), 9, "SHA-256")
+    assert_one_line(chat(), 9, "SHA-256")

@@ -158,7 +158,11 @@ class Fuzz:
             self.n_future = params.n_future
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
-            self.n_recall, self.n_synthetic, self.n_exact = params.n_recall, params.n_synthetic, params.n_exact
+            self.n_recall, self.n_synthetic, self.n_exact = (
+                params.n_recall,
+                params.n_synthetic,
+                params.n_exact,
+            )
             self.n_traced = 0 if self.n_synthetic else self.n_recall
             self.forget_archive()
             for _ in range(self.one_of(0, 4)):
@@ -205,22 +209,22 @@ class Fuzz:
         if not self.ragged:
             most = [self.n_used + self.n_recall] * N_LAYER
         if self.ragged:
-            wanted = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
+            n_cells = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
         else:
             # multiples of 256, because llama.cpp pads attention to such sizes
-            wanted = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
+            n_cells = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
         n_layer = N_LAYER if self.maybe(0.9) else self.one_of(0, 1, -1, 3)
         if self.maybe(0.3):
-            wanted[self.rng.integers(N_LAYER)] = self.one_of(*BAD[:3], 0, most[0] - 1, most[1] + 7)
+            n_cells[self.rng.integers(N_LAYER)] = self.one_of(*BAD[:3], 0, most[0] - 1, most[1] + 7)
         least = self.n_recall + 1
-        ok = n_layer == N_LAYER and all(n >= max(m, least) for n, m in zip(wanted, most, strict=True))
-        ok = ok and (self.ragged or wanted[0] == wanted[1]) and max(wanted) < 10_000
-        n_cell = np.array(wanted + [1], np.int32)
+        ok = n_layer == N_LAYER and all(n >= max(m, least) for n, m in zip(n_cells, most, strict=True))
+        ok = ok and (self.ragged or n_cells[0] == n_cells[1]) and max(n_cells) < 10_000
+        n_cell = np.array(n_cells + [1], np.int32)
         status = lib.llama_kvtool_resize(self.pointer, n_cell.ctypes.data, n_layer)
         self.expect("resize", status, ok)
         if ok:
-            self.cells = wanted
-            self.n_table = self.n_table if self.ragged else wanted[0]
+            self.cells = n_cells
+            self.n_table = self.n_table if self.ragged else n_cells[0]
 
     def some_signal(self):
         """Return (signal, n_row, n_cell, True if the library must accept a read with these arguments)."""

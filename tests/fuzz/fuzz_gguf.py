@@ -188,11 +188,11 @@ class Worker:
         return (), died
 
 
-def verdict(codes, died, said):
+def verdict(codes, died, outputs):
     """Return the fault, or "" if there is none.
 
     codes, died: see `Worker.run`.
-    said: stderr of each command.
+    outputs: stderr of each command.
     """
     if died == "hang":
         return f"no end within {SECONDS} s"
@@ -201,15 +201,15 @@ def verdict(codes, died, said):
     if not set(codes) <= CODES:
         return f"exit codes {codes}"
     # if a file still works, generate stops after -n tokens and prints a line
-    said = [re.sub(r"^stopped after .*\n", "", part) for part in said]
-    for part in said:
+    outputs = [re.sub(r"^stopped after .*\n", "", part) for part in outputs]
+    for part in outputs:
         lines = part.splitlines()
         if len(lines) > 1 or any(not line.startswith("kvtool: ") for line in lines):
             return "more than one line, or not kvtool's"
-    for code, part in zip(codes, said, strict=False):
+    for code, part in zip(codes, outputs, strict=False):
         if bool(part) != bool(code):
             return f"exit code {code} with {'a' if part else 'no'} line"
-    if died is not None and not said[-1]:
+    if died is not None and not outputs[-1]:
         return f"the process ended with {died} and no line"
     return ""
 

@@ -31,10 +31,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tests import tiny
+from tests.blocking_policy import TIMEOUT_S
 from tests.fuzz.random_bodies import MESSAGES, PATHS, Bodies
 from tests.fuzz.random_messages import MessageBodies
-from tests.held import PATIENCE_S
-from tests.serve.serving import serving
+from tests.serve.subprocess_server import start_server
 
 N_THREAD = 4
 READ_TIMEOUT_S = 2
@@ -88,7 +88,7 @@ class Wire:
 
     def __init__(self, url):
         where = urlsplit(url)
-        self._socket = socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
+        self._socket = socket.create_connection((where.hostname, where.port), timeout=TIMEOUT_S)
         self._file = _Kept(_Incoming(self._socket, "r"))
 
     def __enter__(self):
@@ -206,7 +206,7 @@ class Fuzz:
             name = f"request {self.seed}, {kind.__name__}"
             raise AssertionError(f"{name}: {type(error).__name__}: {error}\nsent: {what}") from error
 
-    def asked(self):
+    def random_request(self):
         path, body = self.bodies.any()
         return path, body if isinstance(body, bytes) else self.bodies.text(body)
 
@@ -225,7 +225,7 @@ class Fuzz:
 
     def right(self, sent):
         """Send a body of any kind in well-formed HTTP."""
-        path, body = self.asked()
+        path, body = self.random_request()
         name = self.rng.choice(
             [
                 *([], [], [], ["X-Session-Id: \u00e9\u00ff x"], [f"X-Session-Id: {'n' * 5000}"]),
@@ -237,7 +237,7 @@ class Fuzz:
 
     def mutated(self, sent):
         """Change a few bytes of a body."""
-        path, body = self.asked()
+        path, body = self.random_request()
         data = bytearray(body[:20_000])
         for _ in range(self.rng.randint(1, 8)):
             at = self.rng.randint(0, len(data))
@@ -253,7 +253,7 @@ class Fuzz:
 
     def lengths(self, sent):
         """Send a wrong Content-Length."""
-        path, body = self.asked()
+        path, body = self.random_request()
         body = body[:20_000]
         n = len(body)
         length = self.rng.choice([0, n // 2, n + 1, n + 10_000, -1, "x", "", f"{n}, {n}", f"+{n}", "1" * 30])
@@ -264,7 +264,7 @@ class Fuzz:
 
     def chunks(self, sent):
         """Send a body in chunks, which may be cut or malformed."""
-        path, body = self.asked()
+        path, body = self.random_request()
         data = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         at = 0
         while at < len(body):
@@ -311,7 +311,7 @@ class Fuzz:
     def pipelined(self, sent):
         """Send several requests at once. The server must send as many answers, in the same order."""
         n = self.rng.randint(2, 4)
-        data = [request(*self.asked()) for _ in range(n)]
+        data = [request(*self.random_request()) for _ in range(n)]
         sent += data
         with Wire(self.url) as wire:
             wire.send(b"".join(data))
@@ -323,7 +323,7 @@ class Fuzz:
 
     def old(self, sent):
         """Use an older or a newer version of HTTP."""
-        path, body = self.asked()
+        path, body = self.random_request()
         version = self.rng.choice(["1.0", "1.0", "0.9", "2.0", "1.7", "9" * 50, "x"])
         return self.ask(sent, request(path, body, version=version), BROKEN, ends=version != "1.0")
 
@@ -334,13 +334,13 @@ class Fuzz:
 
     def owed(self, sent):
         """Send a request without its end. The server must stop waiting after READ_TIMEOUT_S."""
-        path, body = self.asked()
+        path, body = self.random_request()
         data = request(path, body)
         return self.ask(sent, data[: self.rng.randint(0, len(data) - 1)], {0, 408})
 
     def gone(self, sent):
         """Disconnect at any time."""
-        path, body = self.asked()
+        path, body = self.random_request()
         sent.append(request(path, body))
         with Wire(self.url) as wire:
             wire.send(sent[0])
@@ -354,7 +354,7 @@ class Fuzz:
         return self.ask(sent, data + self.rng.randbytes(self.rng.randrange(300)), BROKEN, ends=True)
 
 
-def held(process):
+def memory_and_files(process):
     """Return (memory in MiB, number of open files) of a process."""
     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**20, len(os.listdir(f"/proc/{process.pid}/fd"))
@@ -381,7 +381,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
     counts, numbers, least = Counter(), iter(range(n)), [float("inf")] * 4
     lock = threading.Lock()
     limits = ("--budget", "64", "-n", "8", "--read-timeout", str(READ_TIMEOUT_S), "--sessions-bytes", "4MiB")
-    with serving(model, *limits, "--temp", "0", "--metrics", *options) as server:
+    with start_server(model, *limits, "--temp", "0", "--metrics", *options) as server:
         before = plain(server.url)
 
         def work(_):
@@ -398,7 +398,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
                 if i % 50 == 0:
                     now = plain(server.url)
                     assert now == before, f"request {seed + i}: a plain chat is answered otherwise"
-                memory, files = held(server.process)
+                memory, files = memory_and_files(server.process)
                 least[4 * i // n] = min(least[4 * i // n], memory)
                 if every and i % every == 0:
                     print(f"{i}: {memory:.0f} MiB, {files} files", flush=True)
@@ -416,8 +416,8 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
             ended = server.stop() if server.process.poll() is None else server.process.returncode
             raise AssertionError(f"{error}\nthe server: {ended}") from None
         # the server closes connections that are still open after a while
-        give_up = time.monotonic() + PATIENCE_S
-        while (n_file := held(server.process)[1]) >= N_FILE and time.monotonic() < give_up:
+        give_up = time.monotonic() + TIMEOUT_S
+        while (n_file := memory_and_files(server.process)[1]) >= N_FILE and time.monotonic() < give_up:
             time.sleep(0.1)
         assert server.stop() == (130, "kvtool: stopped\n")
     return counts, least, n_file

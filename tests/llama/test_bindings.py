@@ -30,9 +30,9 @@ def packages(monkeypatch, **found):
 
 
 def test_only_kvtool_llama_is_loaded(monkeypatch):
-    ours = SimpleNamespace(_lib=SimpleNamespace(llama_kvtool_abi=None))
-    packages(monkeypatch, kvtool_llama=ours, llama_cpp="stock")
-    assert bindings._load() is ours
+    package = SimpleNamespace(_lib=SimpleNamespace(llama_kvtool_abi=None))
+    packages(monkeypatch, kvtool_llama=package, llama_cpp="stock")
+    assert bindings._load() is package
     packages(monkeypatch, llama_cpp="stock")
     with pytest.raises(LibraryError, match=r"^there is no llama\.cpp yet; build it: "):
         bindings._load()

@@ -24,8 +24,8 @@ from kvtool.llama.grammar.schema import Unenforced, enforced
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
-from tests.cli.called import called, one_line
-from tests.engine.running import open_engine
+from tests.cli.in_process_command import assert_one_line, run_kvtool
+from tests.engine.exact_engines import open_engine
 
 COLOURS = ["red", "green", "blue"]
 PERSON = {
@@ -418,13 +418,13 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
     command = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
     under = ("--policy", "h2o", "--budget", 64, "-b", 32)
-    done = called(*command, *under, "--json-schema", tmp_path / "person.json", "--json")
+    done = run_kvtool(*command, *under, "--json-schema", tmp_path / "person.json", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
     assert result["evicted"] > 20
     check_person(result["text"])
     # now the schema is given as text, with a keyword that is not enforced
-    done = called(*command, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
+    done = run_kvtool(*command, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
     check_person(done.stdout)
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")
 
@@ -438,8 +438,10 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     ],
 )
 def test_generate_refuses_invalid_grammars_and_schemas(chat_model, typed):
-    done = called("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
-    one_line(done, 2, "kvtool: the ")
+    done = run_kvtool(
+        "generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed
+    )
+    assert_one_line(done, 2, "kvtool: the ")
 
 
 def test_python_takes_a_schema_and_stop_strings(smollm2):

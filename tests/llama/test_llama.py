@@ -18,8 +18,8 @@ from kvtool.llama.libllama.library import ABI, api, check_library
 from kvtool.llama.loaded import model as llama_model
 from kvtool.llama.loaded.model import Model
 from kvtool.policy import Merge, Signal, SignalRequest
-from tests.engine import saved
-from tests.engine.running import ON_CUDA, TOLERANCE
+from tests.engine import saved_state
+from tests.engine.exact_engines import ON_CUDA, TOLERANCE
 from tests.reference import transformer
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_dim": 64}
@@ -62,7 +62,7 @@ def fill(context, n, pos_0=0, seed=0):
 
 
 def look(context):
-    return saved.parse(context.state())
+    return saved_state.parse(context.state())
 
 
 def moves_of(source, delta=None):
@@ -116,7 +116,7 @@ def test_permutation_and_its_inverse_restore_every_byte(tiny_model, type_k, type
         before = context.state()
         source = permutations(n)
         context.apply(moves_of(source), n, 0, force_graph=force_graph)
-        was, now = saved.parse(before), look(context)
+        was, now = saved_state.parse(before), look(context)
         assert now.v_is_transposed == (flash == "off")
         for tensor in ("k", "v"):
             want = np.take_along_axis(by_row(was, tensor), source[:, :, None], axis=1)
@@ -164,15 +164,15 @@ def test_edits_in_host_memory_leave_the_same_bytes_as_the_graph(tiny_model, type
         with opened(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
             fill(context, n)
             source = np.empty((N_ROW, n_keep), np.int64)
-            for row, kept in enumerate(keep):
-                low, tail = kept[kept < n_keep], kept[kept >= n_keep]
+            for row, cells in enumerate(keep):
+                low, tail = cells[cells < n_keep], cells[cells >= n_keep]
                 source[row, low] = low
                 source[row, np.setdiff1d(np.arange(n_keep), low)] = tail
             context.apply(moves_of(source), n_keep, n - n_keep, force_graph=force_graph)
             states.append(context.state())
     assert len(states[0]) > 0
     assert states[0] == states[1]
-    assert_before_the_next(saved.parse(states[0]).pos, n_keep, n)
+    assert_before_the_next(saved_state.parse(states[0]).pos, n_keep, n)
 
 
 @either_path
@@ -430,8 +430,8 @@ def queries_ago(stream, since):
     rows = [row for rows in stream.rows for row in rows]
     ago = np.zeros((len(rows), stream.next), np.int64)
     for number, row in enumerate(rows):
-        for cell, seen in enumerate(row.seen):
-            hits = [query for query, (t, heads) in enumerate(seen, cell) if max(heads) * t >= 1]
+        for cell, steps in enumerate(row.seen):
+            hits = [query for query, (t, heads) in enumerate(steps, cell) if max(heads) * t >= 1]
             if hits and hits[-1] >= since:
                 ago[number, cell] = stream.next - hits[-1]
     return ago
@@ -495,8 +495,8 @@ def last_queries(context, n_query, n):
     stream.decode(tokens(n))
     recent = np.zeros((n_query, N_ROW, n))
     for number, row in enumerate(row for rows in stream.rows for row in rows):
-        for cell, seen in enumerate(row.seen):
-            for query, (_, heads) in enumerate(seen, cell - (n - n_query)):
+        for cell, steps in enumerate(row.seen):
+            for query, (_, heads) in enumerate(steps, cell - (n - n_query)):
                 if query >= 0:
                     recent[query, number, cell] = sum(heads)
     return recent

@@ -32,9 +32,9 @@ from kvtool.llama.libllama.library import api
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_chat_session import exported, talk  # noqa: F401
-from tests.engine.running import LOGITS, open_engine
+from tests.engine.exact_engines import LOGIT_TOLERANCE, open_engine
 
 A, B, C, D = (3 + ord(letter) for letter in "abcd")
 
@@ -164,13 +164,13 @@ def test_typical_keeps_the_tokens_of_expected_surprise(engine, p):
     logits = np.full(engine.model.n_vocab, -80, np.float32)
     logits[A : A + 5] = np.log(chances)
     entropy = -(chances * np.log(chances)).sum()
-    kept, total = set(), 0.0
+    expected, total = set(), 0.0
     for at in np.argsort(abs(-np.log(chances) - entropy)):
-        kept.add(A + int(at))
+        expected.add(A + int(at))
         total += chances[at]
         if total > p:
             break
-    assert many(engine, logits, typical=p) == kept
+    assert many(engine, logits, typical=p) == expected
 
 
 def test_xtc_drops_all_above_its_threshold_but_the_least_likely(engine):
@@ -307,12 +307,12 @@ def test_settings_out_of_range_are_refused_with_one_line(wrong, words):
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_command_refuses_a_setting_before_it_looks_for_a_model(command, typed, words):
     prompt = ["-p", "Hello"] if command == "generate" else []
-    done = called(command, "-m", "no-such-model", *prompt, *typed, stdin="")
+    done = run_kvtool(command, "-m", "no-such-model", *prompt, *typed, stdin="")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {words}\n")
 
 
 def test_logprobs_need_json():
-    done = called("generate", "-p", "Hello", "--logprobs", 2)
+    done = run_kvtool("generate", "-p", "Hello", "--logprobs", 2)
     assert (done.returncode, done.stderr) == (2, "kvtool: --logprobs needs --json\n")
 
 
@@ -494,9 +494,11 @@ def test_chat_keeps_the_tokens_but_not_the_text_of_a_stop_string(scripted):
 
 def test_generate_ends_before_a_stop_string(smollm2):
     command = ("generate", "--raw", "-p", "One, two, three,", "-n", 12, "--temp", 0, "-t", 1, "-m", smollm2)
-    whole = called(*command).stdout
+    whole = run_kvtool(*command).stdout
     assert "five" in whole
-    assert called(*command, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
+    assert (
+        run_kvtool(*command, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
+    )
 
 
 # log-probabilities
@@ -504,7 +506,7 @@ def test_generate_ends_before_a_stop_string(smollm2):
 
 def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
     text = "One, two, three,"
-    done = called(
+    done = run_kvtool(
         *("generate", "--raw", "-p", text, "-n", 6, "--seed", 1, "--temp", 2, "-t", 1, "-m", smollm2),
         *("--json", "--logprobs", 3, "--presence-penalty", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32"),
     )
@@ -518,7 +520,7 @@ def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
         for record in records:
             logits, nll = other.context.logits()[-1:].copy(), np.empty(1)
             token_nll(logits, np.array([record["id"]], np.int32), nll)
-            assert record["logprob"] == pytest.approx(-nll[0], abs=LOGITS)
+            assert record["logprob"] == pytest.approx(-nll[0], abs=LOGIT_TOLERANCE)
             assert record["token"] == model.piece(record["id"]).decode()
             top = record["top_logprobs"]
             assert [each["id"] for each in top] == np.argsort(-logits[0])[:3].tolist()

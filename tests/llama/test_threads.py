@@ -11,7 +11,7 @@ from kvtool import policies
 from kvtool.llama.cache.threads import Threads
 from kvtool.measure import perplexity
 from kvtool.system import cpu
-from tests.engine.running import open_engine
+from tests.engine.exact_engines import open_engine
 
 
 def run(threads, seconds, n_step, n_tokens=1):
@@ -19,12 +19,12 @@ def run(threads, seconds, n_step, n_tokens=1):
 
     Return the share of steps with each number of threads.
     """
-    taken = {}
+    counts = {}
     for _ in range(n_step):
         n = threads.n
-        taken[n] = taken.get(n, 0) + 1
+        counts[n] = counts.get(n, 0) + 1
         threads.record(n_tokens, seconds(n))
-    return {n: count / n_step for n, count in taken.items()}
+    return {n: count / n_step for n, count in counts.items()}
 
 
 def idle(n):
@@ -105,8 +105,8 @@ def test_changes_between_busy_and_idle_are_noticed_soon():
 def test_a_trial_that_is_far_slower_costs_one_step():
     threads = Threads(2)
     run(threads, full, 20)
-    taken = [threads.n for _ in range(400) if not threads.record(1, full(threads.n) * threads.n)]
-    tried = "".join(map(str, taken)).split("1")
+    n_threads = [threads.n for _ in range(400) if not threads.record(1, full(threads.n) * threads.n)]
+    tried = "".join(map(str, n_threads)).split("1")
     assert max(map(len, tried)) == 1
 
 

@@ -18,7 +18,7 @@ from kvtool.cli.model_advice import better_model, too_much
 from kvtool.llama.libllama import devices
 from kvtool.models.catalogue import parse, registry
 from kvtool.system import memory as system_memory
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import terminals
 
 GIB = 2**30
@@ -206,13 +206,13 @@ def test_generate_and_chat_print_the_advice_once(smollm2, memory, monkeypatch):
     monkeypatch.setattr(Writer, "read", lambda self, tokens, *_: self.before_reading(len(tokens)) or False)
     line = "SmolLM2-135M-Instruct.Q4_1 is too small for questions about long texts; -m qwen3.5-2b does better"
     words = "word " * 60
-    done = called("generate", "-m", smollm2, "-t", 1, stdin=words)
+    done = run_kvtool("generate", "-m", smollm2, "-t", 1, stdin=words)
     assert done.stderr.count(line) == 1
-    done = called("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
+    done = run_kvtool("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
     assert done.stderr.count(line) == 1
-    assert line not in called("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
+    assert line not in run_kvtool("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
     # commands that measure do not print this advice
-    assert "too small" not in called("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
+    assert "too small" not in run_kvtool("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
@@ -227,7 +227,7 @@ def test_first_terminal_chat_prints_the_better_model_hint(smollm2, talker, tmp_p
 
 
 def test_chat_in_a_pipe_prints_no_better_model_hint(smollm2, tmp_path):
-    done = called("chat", "-n", 1, "-t", 1, stdin="Hi\n", env={"XDG_STATE_HOME": str(tmp_path)})
+    done = run_kvtool("chat", "-n", 1, "-t", 1, stdin="Hi\n", env={"XDG_STATE_HOME": str(tmp_path)})
     assert done.returncode == 0
     assert "better" not in done.stdout + done.stderr
     assert not list(tmp_path.rglob("first-chat"))

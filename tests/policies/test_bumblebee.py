@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from fake_cache import Cache, kept
+from fake_cache import Cache, kept_positions
 from reference import bumblebee as twin
 from reference.random import splitmix64
 
@@ -62,7 +62,7 @@ def test_lazy_greedy_keeps_the_tokens_of_plain_greedy(phi, mixture, n_value):
         policy = fit(n_keep + 1, 1, phi=phi, mixture=mixture)
         view, rows = prompt(n, seed=n, n_row=3, n_value=n_value)
         want = [sorted(twin.summary(row, (), n_keep, mixture, phi)) for row in rows]
-        assert kept(view, policy.compress(view)) == want
+        assert kept_positions(view, policy.compress(view)) == want
 
 
 @pytest.mark.parametrize("cosine", ["shifted", "absolute"])
@@ -70,7 +70,7 @@ def test_lazy_greedy_keeps_the_tokens_of_plain_greedy(phi, mixture, n_value):
 def test_summary_uses_the_requested_similarity(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
-    summaries = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
+    summaries = kept_positions(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert summaries == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
     assert summaries != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
 
@@ -117,7 +117,7 @@ def test_summary_starts_with_sinks_pinned_and_newest_tokens(greedy, pinned):
     stays = {*range(max(2, pinned)), *range(36, 40)}
     # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
     want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
-    assert kept(view, policy.compress(view)) == want
+    assert kept_positions(view, policy.compress(view)) == want
     assert all(stays <= set(row) for row in want)
     # greedy starts with the tokens of `stays`. If it started with none, it would choose other tokens
     assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
@@ -127,7 +127,7 @@ def test_pinned_tokens_shorten_the_window_of_a_summary():
     policy = fit(17, 3, sinks=2, window=12)
     view, _ = prompt(40, seed=3, n_row=4)
     view = View(view.pos, view.layer, view.next, 9, attn=view.attn, keys=view.keys)
-    assert kept(view, policy.compress(view)) == [[*range(9), *range(35, 40)]] * 4
+    assert kept_positions(view, policy.compress(view)) == [[*range(9), *range(35, 40)]] * 4
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -138,7 +138,7 @@ def test_only_pinned_tokens_stay_if_there_are_too_many(mode):
     state = policy.start(2, 40, 4)
     policy.observe(view, state)
     for plan in (policy.plan(view, state), policy.compress(view)):
-        assert kept(view, plan) == [[*range(20)]] * 2
+        assert kept_positions(view, plan) == [[*range(20)]] * 2
 
 
 def test_a_prompt_that_fits_is_kept_whole():
@@ -155,7 +155,7 @@ def test_greedy_reaches_63_percent_of_the_best_summary():
             view, (row,) = prompt(n, seed, n_dim=2 + seed % 3)
             pairs = twin.similarities([token["key"] for token in row])
             for n_keep in range(1, n):
-                (summary,) = kept(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
+                (summary,) = kept_positions(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
                 # the position of each token is its index in the row, because this is a prompt
                 best = max(
                     twin.worth(chosen, range(n), row, pairs, mixture, phi)
@@ -203,10 +203,10 @@ def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
 
         want.append(sorted(twin.summary(row, (), n_keep, 0.3, "log", sample)))
     assert looked[0] < 0.5
-    got = kept(view, fit(n_keep + 1, 1, greedy="stochastic", seed=seed).compress(view))
+    got = kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=seed).compress(view))
     assert got == want
-    assert got != kept(view, fit(n_keep + 1, 1, greedy="stochastic", seed=5).compress(view))
-    assert got != kept(view, fit(n_keep + 1, 1).compress(view))
+    assert got != kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=5).compress(view))
+    assert got != kept_positions(view, fit(n_keep + 1, 1).compress(view))
 
 
 @pytest.mark.large
@@ -215,7 +215,7 @@ def test_summary_does_not_depend_on_the_order_of_cells(greedy):
     policy = fit(41, 1, greedy=greedy)
     view, _ = prompt(80, seed=5, n_row=3)
     in_order = picked(view, np.argsort(view.pos, axis=1))
-    assert kept(view, policy.compress(view)) == kept(in_order, policy.compress(in_order))
+    assert kept_positions(view, policy.compress(view)) == kept_positions(in_order, policy.compress(in_order))
 
 
 @pytest.mark.parametrize("x", [0, 1e-9, 1e-3, 0.3, 1, 1.04, 7, 1e3, 1e7, 1e10])
@@ -240,10 +240,10 @@ def corners(cache):
 
 
 class CornerCache(Cache):
-    def _reduce(self, attention, seen, steps):
+    def _reduce(self, attention, n_seen, steps):
         # replace the random keys of Cache.grow, before `rows` gets the keys of the new tokens
         self.keys = corners(self)
-        super()._reduce(attention, seen, steps)
+        super()._reduce(attention, n_seen, steps)
 
 
 def stream(mode, seed=4, n_plan=14, **params):
@@ -260,7 +260,7 @@ def stream(mode, seed=4, n_plan=14, **params):
 @pytest.mark.large
 @pytest.mark.parametrize("params", [{}, {"mixture": 0.9, "phi": "power"}], ids=str)
 def test_every_similarity_format_gives_the_same_plans(params):
-    plans = {mode: [kept(view, plan) for _, view, plan in stream(mode, **params)] for mode in MODES}
+    plans = {mode: [kept_positions(view, plan) for _, view, plan in stream(mode, **params)] for mode in MODES}
     assert plans["f16"] == plans["recompute"] == plans["f32"]
 
 
@@ -278,8 +278,10 @@ def test_state_matches_one_computed_from_scratch(mode):
             assert units[row, :n].tolist() == [twin.normalized(token["key"]) for token in tokens]
             assert mass[row, :n].tolist() == [token["mass"] for token in tokens]
             for matrix in rest:
-                held = matrix[row, :n, :n]
-                np.testing.assert_array_equal(held if mode == "f32" else held.view(np.float16), pairs)
+                live_pairs = matrix[row, :n, :n]
+                np.testing.assert_array_equal(
+                    live_pairs if mode == "f32" else live_pairs.view(np.float16), pairs
+                )
             # `near` is the similarity of a kept token to its nearest neighbour. It is exact if `nearest`
             # names this neighbour. If the neighbour was evicted, `nearest` is -1, and `near` is an upper
             # bound
@@ -362,7 +364,7 @@ def test_stream_continues_after_a_prompt_read_whole(mode):
     plan = policy.compress(view)
     stays = {*range(4), *range(50, 60)}
     want = [sorted(twin.summary(row, stays, 20, 0.3, "log")) for row in cache.rows]
-    assert kept(view, plan) == want
+    assert kept_positions(view, plan) == want
 
     view = picked(view, np.array([np.flatnonzero(keep) for keep in plan.keep]))
     cache.apply(plan.keep)
@@ -374,7 +376,7 @@ def test_stream_continues_after_a_prompt_read_whole(mode):
         cache.grow(24 - cache.n_kv)
         view, plan = cache.plan()
         want = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **params)
-        assert kept(view, plan) == want
+        assert kept_positions(view, plan) == want
         cache.apply(plan.keep)
 
 
@@ -397,4 +399,4 @@ def test_evicts_the_tokens_of_the_definition_if_few_have_most_attention(mode, ph
     policy.observe(view, state)
     params = policies.chosen(policy)
     want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **params)
-    assert kept(view, policy.plan(view, state)) == want
+    assert kept_positions(view, policy.plan(view, state)) == want

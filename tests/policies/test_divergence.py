@@ -19,8 +19,8 @@ import pytest
 from kvtool import policies
 from kvtool.errors import InputError
 from kvtool.measure import divergence, perplexity
-from tests.engine.running import open_engine, text
-from tests.held import PATIENCE_S
+from tests.blocking_policy import TIMEOUT_S
+from tests.engine.exact_engines import open_engine, random_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +119,9 @@ def test_ties_for_the_likeliest_token_go_to_the_lowest_id(tmp_path):
 @pytest.mark.engine
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="a vocabulary of 49,152")
 def test_divergence_of_a_real_model_is_close_to_the_exact_one(smollm2, tmp_path, share_of):
-    kept, settings = {}, {"n_ctx": 256, "flash": "on"}
+    logits_of, settings = {}, {"n_ctx": 256, "flash": "on"}
     for kind in ("f16", "q8_0"):
-        logits = kept[kind] = []
+        logits = logits_of[kind] = []
 
         def keep(step, target, logits=logits):
             logits.append(step.copy())
@@ -130,7 +130,7 @@ def test_divergence_of_a_real_model_is_close_to_the_exact_one(smollm2, tmp_path,
         with open_engine(smollm2, policies.fit("full", 256), type_k=kind, type_v=kind, **settings) as engine:
             tokens = engine.model.tokenize(" ".join(str(i**3) for i in range(200)))[: share_of(80, 150)]
             perplexity.stream(engine, tokens, score=keep)
-    p, q = (np.concatenate(logits) for logits in kept.values())
+    p, q = (np.concatenate(logits) for logits in logits_of.values())
     _, reader, _, _ = scored(p, q, tokens[1:], tmp_path)
     log_p, log_q = log_softmax(p), log_softmax(q)
     exact = (np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()
@@ -187,7 +187,7 @@ def test_incomplete_references_are_not_used(tmp_path):
 def _hold(path, entered, is_asked):
     with divergence.writing(path, 9, 300) as scores:
         entered.set()
-        assert is_asked.wait(PATIENCE_S)
+        assert is_asked.wait(TIMEOUT_S)
         if isinstance(scores, divergence.ReferenceWriter):
             scores.score(*draw(0, 8)[::2])
 
@@ -198,7 +198,7 @@ def test_second_process_waits_for_the_same_reference():
     entered, is_asked = context.Event(), context.Event()
     process = context.Process(target=_hold, args=(path, entered, is_asked))
     process.start()
-    assert entered.wait(PATIENCE_S)
+    assert entered.wait(TIMEOUT_S)
     assert not path.exists()
     is_asked.set()
     assert isinstance(write(path), divergence.ReferenceReader)
@@ -242,7 +242,7 @@ def test_references_of_too_long_texts_do_not_fit(monkeypatch):
 
 @pytest.mark.engine
 def test_the_full_cache_does_not_differ_from_itself(tiny_model):
-    tokens, path = text(200), divergence.path_of({})
+    tokens, path = random_tokens(200), divergence.path_of({})
     nll = []
     for run in (0, 1):
         with (

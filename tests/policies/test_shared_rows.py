@@ -20,7 +20,7 @@ OWN = {"tova": ["per=row"]}
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 
 
-def kept(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, live=None):
+def kept_positions(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, live=None):
     """Return the cells that stay in each row. The cells hold the tokens 0, 1, ..."""
     score = np.array(score, np.float32)
     n_row, n = score.shape
@@ -38,38 +38,38 @@ NEEDY = [[5, 6, 7, 8, 9], [1, 2, 3, 4, 0]]
 
 
 def test_layer_keeps_its_highest_scores_from_any_row():
-    assert kept(NEEDY, 2) == [[1, 2, 3, 4], []]
-    assert kept(NEEDY, 3) == [[0, 1, 2, 3, 4], [3]]
+    assert kept_positions(NEEDY, 2) == [[1, 2, 3, 4], []]
+    assert kept_positions(NEEDY, 3) == [[0, 1, 2, 3, 4], [3]]
 
 
 def test_each_row_keeps_at_least_its_floor_and_at_most_its_limit():
-    assert kept(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
-    assert kept(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
-    assert kept(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
+    assert kept_positions(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
+    assert kept_positions(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
+    assert kept_positions(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
     # both rows are at their limit, so the rest of the budget stays unused
-    assert kept(NEEDY, 4, n_most=3) == [[2, 3, 4], [1, 2, 3]]
+    assert kept_positions(NEEDY, 4, n_most=3) == [[2, 3, 4], [1, 2, 3]]
 
 
 def test_protected_tokens_stay_and_count_towards_floor_and_limit():
     ends = {"first": 1, "recent": 4}
-    assert kept(NEEDY, 3, **ends) == [[0, 2, 3, 4], [0, 4]]
-    assert kept(NEEDY, 3, n_floor=3, **ends) == [[0, 3, 4], [0, 3, 4]]
-    assert kept(NEEDY, 3, n_floor=2, **ends) == kept(NEEDY, 3, **ends)
-    assert kept(NEEDY, 3, n_most=3, **ends) == [[0, 3, 4], [0, 3, 4]]
+    assert kept_positions(NEEDY, 3, **ends) == [[0, 2, 3, 4], [0, 4]]
+    assert kept_positions(NEEDY, 3, n_floor=3, **ends) == [[0, 3, 4], [0, 3, 4]]
+    assert kept_positions(NEEDY, 3, n_floor=2, **ends) == kept_positions(NEEDY, 3, **ends)
+    assert kept_positions(NEEDY, 3, n_most=3, **ends) == [[0, 3, 4], [0, 3, 4]]
 
 
 def test_layers_share_no_budget_and_dead_cells_are_ignored():
-    assert kept([*NEEDY, *NEEDY], 2, layer=[0, 0, 1, 1]) == [[1, 2, 3, 4], []] * 2
-    assert kept(NEEDY, 2, layer=[0, 1]) == [[3, 4], [2, 3]]
-    assert kept(NEEDY, 2, live=[2, 4]) == [[0, 1], [2, 3]]
-    assert kept(NEEDY, 2, live=[2, 2]) == [[0, 1], [0, 1]]
+    assert kept_positions([*NEEDY, *NEEDY], 2, layer=[0, 0, 1, 1]) == [[1, 2, 3, 4], []] * 2
+    assert kept_positions(NEEDY, 2, layer=[0, 1]) == [[3, 4], [2, 3]]
+    assert kept_positions(NEEDY, 2, live=[2, 4]) == [[0, 1], [2, 3]]
+    assert kept_positions(NEEDY, 2, live=[2, 2]) == [[0, 1], [0, 1]]
 
 
 def test_ties_keep_the_newer_token_then_the_earlier_row():
-    assert kept(np.zeros((3, 4)), 2) == [[2, 3], [2, 3], [2, 3]]
-    assert kept(np.zeros((2, 5)), 1, n_floor=1) == [[4], [4]]
-    assert kept([[0, 0, 0], [0, 0, 0], [9, 9, 9]], 2) == [[1, 2], [2], [0, 1, 2]]
-    assert kept([[0] * 4] * 3 + [[9] * 4], 3) == [[1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2, 3]]
+    assert kept_positions(np.zeros((3, 4)), 2) == [[2, 3], [2, 3], [2, 3]]
+    assert kept_positions(np.zeros((2, 5)), 1, n_floor=1) == [[4], [4]]
+    assert kept_positions([[0, 0, 0], [0, 0, 0], [9, 9, 9]], 2) == [[1, 2], [2], [0, 1, 2]]
+    assert kept_positions([[0] * 4] * 3 + [[9] * 4], 3) == [[1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2, 3]]
 
 
 @every_sharing_policy

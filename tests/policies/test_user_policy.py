@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cache import kept, kept_at_first, view_of
+from fake_cache import kept_at_first, kept_positions, view_of
 
 from kvtool import parameters, policies
 from kvtool.errors import PlanError, UsageError
 from kvtool.policy import Plan
-from tests.cli.called import called
-from tests.engine.running import open_engine, text
+from tests.cli.in_process_command import run_kvtool
+from tests.engine.exact_engines import open_engine, random_tokens
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
 
@@ -36,7 +36,7 @@ def test_documented_policy_has_at_most_40_lines(written):
 
 
 def test_documented_policy_explains_its_parameters(written):
-    (listed,) = json.loads(called("policies", written, "--json").stdout)
+    (listed,) = json.loads(run_kvtool("policies", written, "--json").stdout)
     assert listed["explained"] == {
         "window": "newest tokens, never evicted.",
         "sinks": "first tokens, never evicted.",
@@ -90,7 +90,7 @@ def test_documented_policy_runs(tiny_model, written):
     policy = policies.fit(str(written), 48, 8, ["window=10"])
     assert (policy.window, policy.sinks) == (10, 4)
     with open_engine(tiny_model(), policy) as engine:
-        engine.read(text(200))
+        engine.read(random_tokens(200))
         assert engine.n_evicted == 200 - engine.n_kv > 100
         assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :4] == np.arange(4)).all()
 
@@ -181,7 +181,7 @@ def fill_and_evict(engine):
     """Let an engine evict from a full cache. If the eviction fails, check that it has changed nothing."""
     engine.pin(6)
     engine.hold(3)
-    for token in text(48):
+    for token in random_tokens(48):
         engine.step(np.array([token]))
     before = (engine.rows.pos.copy(), engine.n_kv, engine.context.state())
     try:
@@ -266,7 +266,7 @@ def test_a_score_may_have_any_layout_in_memory(written, layout):
     policy = policies.load(str(written))(4, 2, window=1, sinks=0)
     score = layout(np.array([[1, 3, 2, 0, 0], [3, 1, 2, 0, 0]], np.float32))
     score.flags.writeable = False
-    assert kept(view, Plan(policy.highest(view, score))) == [[0, 4], [3, 4]]
+    assert kept_positions(view, Plan(policy.highest(view, score))) == [[0, 4], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_kernels_are_compiled_before_a_run_is_timed(tiny_model, written, command
     file.write_text("The tide came in. " * 10)
     policy = "--policies" if command == "compare" else "--policy"
     options = ("-m", tiny_model(), policy, written, "--budget", 48, "-t", 1, "--max-tokens", 60)
-    done = called(command, file, *options)
+    done = run_kvtool(command, file, *options)
     assert done.returncode == 0, done.stderr
     # `compare` shows a policy's output on stderr, after the line about the run of `full`
     assert re.search("^compiled (.*)", done.stdout + done.stderr, re.M)[1] == "True"
@@ -354,7 +354,7 @@ def test_parameter_without_a_default_is_required(written):
         "    window: int = 32", "    alpha: float\n    window: int = 32"
     )
     written.write_text(code, encoding="utf-8")
-    assert re.search(r"^alpha +required", called("policies", written).stdout, re.M)
+    assert re.search(r"^alpha +required", run_kvtool("policies", written).stdout, re.M)
     with pytest.raises(UsageError, match=r"mine.py: set it with -o alpha=\.\.\.$"):
         policies.fit(str(written), 48)
     assert policies.fit(str(written), 48, 8, ["alpha=0.5", "window=9"]).alpha == 0.5
@@ -399,7 +399,7 @@ def test_types_of_parameters(tmp_path, kind, typed, value, refused):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "type_name"),
     [
         ("int | str", "int | str"),
         ("int | str | None", "int | str | None"),
@@ -412,21 +412,22 @@ def test_types_of_parameters(tmp_path, kind, typed, value, refused):
         ("object", "object"),
     ],
 )
-def test_other_types_of_parameters_are_refused_when_the_file_is_loaded(tmp_path, kind, told):
+def test_other_types_of_parameters_are_refused_when_the_file_is_loaded(tmp_path, kind, type_name):
     path = tmp_path / "mine.py"
     path.write_text(TYPED.format(kind))
-    said = (
-        f"{path}: POLICY: x cannot be of type {told}; use bool, int, float, str, tuple[int, ...], Literal, or"
+    message = (
+        f"{path}: POLICY: x cannot be of type {type_name}; "
+        "use bool, int, float, str, tuple[int, ...], Literal, or"
     )
-    with pytest.raises(UsageError, match=f"^{re.escape(said)} one of these with . None$"):
+    with pytest.raises(UsageError, match=f"^{re.escape(message)} one of these with . None$"):
         policies.load(str(path))
 
 
 def test_an_unknown_name_in_a_type_is_refused_when_the_file_is_loaded(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(f"from __future__ import annotations\n{TYPED.format('Nothing')}")
-    said = f"{path}: POLICY: NameError in the type of a field: name 'Nothing' is not defined"
-    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+    message = f"{path}: POLICY: NameError in the type of a field: name 'Nothing' is not defined"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         policies.load(str(path))
 
 
@@ -458,6 +459,6 @@ def test_policy_is_fitted_again_only_for_budgets_in_bytes(tiny_model, tmp_path, 
         "        return cls(budget, slack, **params)\n"
     )
     options = ["-m", tiny_model(), "--policy", path, "--budget", budget]
-    done = called("generate", "hi", "--raw", "-n", 2, *options)
+    done = run_kvtool("generate", "hi", "--raw", "-n", 2, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted") == n

@@ -49,6 +49,6 @@ def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):
         decay = min(decay, decay_beyond)
     for row in rows:
         fading = np.float32(decay ** n_arrived(row))
-        for token, seen in zip(row, news(row), strict=True):
-            come = np.float32(sum(GROUP[group](heads) for _, heads in seen))
+        for token, attention in zip(row, news(row), strict=True):
+            come = np.float32(sum(GROUP[group](heads) for _, heads in attention))
             token["notes"]["mass"] = token["notes"].get("mass", np.float32(0)) * fading + come

@@ -35,7 +35,7 @@ class Row:
     steps: the batches that are not in `seen` yet, each as (t, positions of the row's entries, attention
     f64[head, query, entry], is_first). See Stream._note.
     old, notes: for each entry, the values of these names in the records; at first False and empty.
-    asked: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
+    queries: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
     the row.
     number: index of the row among the rows of all layers, or -1 in sliding layers.
     """
@@ -52,7 +52,7 @@ class Row:
         self.steps = []
         self.old = []
         self.notes = []
-        self.asked = []
+        self.queries = []
         self.archive = Archive(head_dim, value_dim)
         self.clusters = None
 
@@ -66,11 +66,11 @@ class Row:
             # an entry of this batch is seen from its own query on, an older entry by all queries
             begin = np.maximum(self.pos[:n] - (pos[-1] + 1 - len(t)), 0).tolist()
             heads = attn.T[np.searchsorted(pos, self.pos[:n])].tolist()
-            for seen, first, new in zip(self._seen, begin, heads, strict=False):
+            for attention, first, new in zip(self._seen, begin, heads, strict=False):
                 if is_first:
-                    seen.extend(zip(t[first:], new[first:], strict=True))
+                    attention.extend(zip(t[first:], new[first:], strict=True))
                 else:
-                    for (_, known), more in zip(seen[first - len(t) :], new[first:], strict=True):
+                    for (_, known), more in zip(attention[first - len(t) :], new[first:], strict=True):
                         known.extend(more)
         self.steps = []
         return self._seen
@@ -257,8 +257,8 @@ class Stream:
         for layer, rows in zip(self.layers, self.rows, strict=True):
             records = self.records(layer, rows)
             answer = keep(records, next=self.next, pinned=pinned, budget=budget, slack=slack, **params)
-            kept, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
-            for row, row_records, positions, terms in zip(rows, records, kept, merges, strict=True):
+            kept_rows, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
+            for row, row_records, positions, terms in zip(rows, records, kept_rows, merges, strict=True):
                 row.old = [record["old"] for record in row_records]
                 row.merge(terms)
                 if self.recalled:
@@ -284,8 +284,8 @@ class Stream:
         queries. value_norm: norm of the value, or 1 if values are a part of the keys.
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
-        row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
-        rot, queries = (np.array(column) for column in zip(*row.asked, strict=True))
+        row.queries = row.queries[-max(min(n_query, self.next - n_skip), 1) :]
+        rot, queries = (np.array(column) for column in zip(*row.queries, strict=True))
         freq = model.freq[layer]
         # instead of moving a query to a later position, move the keys back by the same distance
         farther = np.exp(1j * np.outer(rot - self.counter, freq))
@@ -352,9 +352,9 @@ class Stream:
         rot = self._batch.rot.tolist()
         for i, heads in enumerate(queries.swapaxes(0, 1), -len(rot)):
             if is_first:
-                row.asked.append((rot[i], heads))
+                row.queries.append((rot[i], heads))
             else:
-                row.asked[i] = rot[i], np.concatenate((row.asked[i][1], heads))
+                row.queries[i] = rot[i], np.concatenate((row.queries[i][1], heads))
 
     def _note(self, row, attn, is_first):
         """Add a batch's attention f64[group, n_tokens, n] to a row's signals.

@@ -11,8 +11,8 @@ CASES = [[], ["window=3", "sinks=0"], ["merge=false"]]
 
 def keep(rows, *, next, pinned, budget, slack, window, sinks, merge):
     answers = [_keep(row, next, max(sinks, pinned), budget - slack, window) for row in rows]
-    kept = [stay for stay, _ in answers]
-    return (kept, [terms for _, terms in answers]) if merge else kept
+    positions = [stay for stay, _ in answers]
+    return (positions, [terms for _, terms in answers]) if merge else positions
 
 
 def _keep(row, next, first, n_keep, window):

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import tiny
-from tests.serve.asking import message, request
-from tests.serve.serving import serving
+from tests.serve.http_requests import message, request
+from tests.serve.subprocess_server import start_server
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
@@ -138,13 +138,13 @@ def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more
     size = "-c" if policy == "full" else "--budget"
     options = ("--policy", policy, size, str(budget), "--temp", "0", *EXACT, *more)
     did = Counter()
-    with serving(model, *options) as server:
+    with start_server(model, *options) as server:
         clients = crowd(
             server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2], n_alike
         )
         code, stderr = server.stop()
         assert stderr == "kvtool: stopped\n", stderr
-    with serving(model, *options) as server:
+    with start_server(model, *options) as server:
         did["compared"] = check(server.url, clients)
     return sum((client.did for client in clients), did)
 

@@ -13,10 +13,10 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import check_tools
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
-from tests.held import PATIENCE_S
-from tests.serve.answered import checked
-from tests.serve.asking import events_of, message
-from tests.serve.here import send
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.http_requests import events_of, message
+from tests.serve.in_process_server import send
+from tests.serve.slot_requests import check_body
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 ASKED = {"model": "m", "max_tokens": 5, "messages": [message("user", "Hi.")]}
@@ -134,7 +134,7 @@ def test_image_in_a_result_is_replaced_by_a_text_and_listed_as_ignored():
         message("assistant", [use("a")]),
         message("user", [result("a", [text("Seen: "), IMAGE, {"type": "document", "source": {}}])]),
     ]
-    request = checked(ASKED | {"messages": talk}, "messages")
+    request = check_body(ASKED | {"messages": talk}, "messages")
     read = "Seen: [image: this model reads text only][document: this model reads text only]"
     assert request.messages[-1]["content"] == read
     assert request.ignored == [f"messages[2].content[0].content[{n}]" for n in (1, 2)]
@@ -154,7 +154,7 @@ def test_texts_of_documents_and_search_results_are_read():
         message("assistant", [use("a")]),
         message("user", [result("a", [found, {"type": "document", "source": source}])]),
     ]
-    request = checked(ASKED | {"messages": talk}, "messages")
+    request = check_body(ASKED | {"messages": talk}, "messages")
     assert request.messages[0]["content"] == "Notes\nA list.\nWhy?"
     assert request.messages[-1]["content"] == "http://a\nA\nOne.\nTwo.\nA list.\n"
     assert request.ignored == []
@@ -166,11 +166,11 @@ def test_blocks_of_hosted_tools_are_listed_as_ignored():
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
     ]
     talk = [*ASKED["messages"], message("assistant", [text("So: "), *hosted, text("It is.")])]
-    request = checked(ASKED | {"messages": [*talk, *ASKED["messages"]]}, "messages")
+    request = check_body(ASKED | {"messages": [*talk, *ASKED["messages"]]}, "messages")
     assert request.messages[1] == message("assistant", "So: It is.")
     assert request.ignored == ["messages[1].content[1]", "messages[1].content[2]"]
     with pytest.raises(ApiError, match=r"content\[0\] is of type server_tool_use; only text, tool_result"):
-        checked(ASKED | {"messages": [message("user", hosted)]}, "messages")
+        check_body(ASKED | {"messages": [message("user", hosted)]}, "messages")
 
 
 def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
@@ -345,7 +345,7 @@ def test_stream_sends_its_events_in_order(monkeypatch):
 
     def wait_for_pings(meanwhile=lambda: None):
         # two, because the first may have begun before this call
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         for _ in range(2):
             while not pings.acquire(timeout=0.01):
                 assert time.monotonic() < until

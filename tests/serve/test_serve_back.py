@@ -14,11 +14,11 @@ from kvtool.llama.loaded.model import Model
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from tests import tiny
-from tests.serve.asking import ask, connected, message
-from tests.serve.gone import response
-from tests.serve.here import here
+from tests.serve.http_requests import ask, message, open_connection
+from tests.serve.in_process_server import serve_in_process
+from tests.serve.killed_server import get_response
 from tests.serve.killed_turns import SlotServer
-from tests.serve.serving import serving
+from tests.serve.subprocess_server import start_server
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +36,7 @@ def options(request):
 
 @pytest.fixture(scope="module")
 def url(talker, options):
-    with serving(talker, *options) as server:
+    with start_server(talker, *options) as server:
         yield server.url
 
 
@@ -73,7 +73,7 @@ def test_edited_chat_gets_the_answer_of_a_fresh_server(url, talker, options):
     edited = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
     reply = ask(url, edited).reply
     assert ask(url, messages[:4]).reply == messages[4]
-    with serving(talker, *options) as fresh:
+    with start_server(talker, *options) as fresh:
         assert ask(fresh.url, edited).reply == reply
 
 
@@ -96,7 +96,7 @@ def test_short_chat_continues_after_another_chat(url):
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "of an earlier version"])
 def test_chat_stored_by_another_server_can_be_rewound(talker, tmp_path, options, is_old):
     arguments = (*options, "--sessions", str(tmp_path))
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         messages, _ = talked(server.url)
         # each turn replaces the previous turn in the folder
         files = sorted(path.suffix for path in tmp_path.glob("*.kv*"))
@@ -112,7 +112,7 @@ def test_chat_stored_by_another_server_can_be_rewound(talker, tmp_path, options,
             beginnings[mark.n_message] = mark.digest
         meta |= {"marks": [], "turns": turns, "beginnings": beginnings}
         session.write(path, meta, arrays.items())
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         answer = ask(server.url, messages[:4])
         assert (answer.reply, answer.n_read) == (messages[4], 1)
         assert ask(server.url, [*messages, message("user", "And?")]).n_read < 20
@@ -146,7 +146,7 @@ def test_chats_with_different_keys_share_their_first_tokens(url):
 
 
 def test_changed_system_prompt_is_read_from_the_first_difference(talker):
-    with serving(talker, *RECALL) as server:
+    with start_server(talker, *RECALL) as server:
         url = server.url
         for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
             talked(url)
@@ -179,11 +179,11 @@ def test_added_tool_is_read_from_its_first_token(url):
 def test_long_common_prefix_is_taken_from_any_stored_chat(talker, tmp_path):
     arguments = (*RECALL, "--budget", "640", "--sessions", str(tmp_path))
     systems = [message("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         for i, system in enumerate(systems):
             ask(server.url, [system, message("user", "Why?")], prompt_cache_key=str(i))
         server.stop()
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         for key in ("2", "3"):
             for system in systems:
                 answer = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
@@ -202,7 +202,7 @@ def test_tokens_read_for_a_disconnected_client_are_not_read_again(talker, tmp_pa
 
 def test_system_prompt_is_read_once_if_the_cache_cannot_be_rewound(tmp_path):
     tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
-    with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
+    with start_server(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = message("system", "Be kind. " * 80)
         chats = [[system, message("user", text)] for text in ("Why?", "Who?", "How?")]
         n_read = [ask(server.url, chat).n_read for chat in chats]
@@ -211,7 +211,7 @@ def test_system_prompt_is_read_once_if_the_cache_cannot_be_rewound(tmp_path):
 
 
 def test_changed_chat_is_reread_if_earlier_tokens_were_forgotten(talker):
-    with serving(talker, *RECALL, "--archive", "40") as server:
+    with start_server(talker, *RECALL, "--archive", "40") as server:
         messages = [SYSTEM]
         for text in (*ASKED, *ASKED):
             messages.append(message("user", text))
@@ -239,7 +239,7 @@ def check_prompts(model, n_batch=1, **options):
 
     n_batch: the server goes back to a multiple of this number of tokens.
     """
-    with here(model, **options) as server:
+    with serve_in_process(model, **options) as server:
         slot = server.pool.slots[0]
         text, (n, n_cached, n_written) = continued(server, PROMPT)
         assert n_cached == 0
@@ -272,7 +272,7 @@ FORGETS = {"policy": "h2o", "budget": "96", "checkpoints": "64MiB"}
 @pytest.mark.parametrize("options", KEEPS_ALL.values(), ids=KEEPS_ALL)
 def test_prompt_of_a_text_is_read_from_its_first_change(talker, options):
     longer, rest = check_prompts(talker, **options)
-    with here(talker, **options) as server:
+    with serve_in_process(talker, **options) as server:
         assert continued(server, longer)[0] == rest
         same, other = ([*server.pool.slots[0].model.tokenize(text).tolist()] for text in (PROMPT, "the sun"))
         changed = same[:-40] + other
@@ -283,7 +283,7 @@ def test_prompt_of_a_text_is_read_from_its_first_change(talker, options):
 
 def test_prompt_of_a_text_is_read_from_a_checkpoint_if_the_policy_evicts(talker):
     check_prompts(talker, n_batch=256, **FORGETS)
-    with here(talker, **FORGETS) as server:
+    with serve_in_process(talker, **FORGETS) as server:
         for prompt, n_cached in (
             (PROMPT * 3, 0),
             # the server makes a checkpoint every 1,024 tokens
@@ -297,14 +297,14 @@ def test_prompt_of_a_text_is_read_from_a_checkpoint_if_the_policy_evicts(talker)
 
 
 def test_prompt_of_a_text_is_read_from_a_checkpoint_with_recurrent_layers(hybrid_talker):
-    with here(hybrid_talker, policy="full", checkpoints="64MiB") as server:
+    with serve_in_process(hybrid_talker, policy="full", checkpoints="64MiB") as server:
         text, (n, _, n_written) = continued(server, PROMPT[:40])
         assert continued(server, PROMPT[:40]) == (text, (n, n - 1, n_written))
 
 
 @pytest.mark.parametrize("options", [KEEPS_ALL["recall"], FORGETS], ids=["recall", "h2o"])
 def test_text_after_a_chat_pins_and_holds_nothing(talker, options):
-    with here(talker, **options) as server:
+    with serve_in_process(talker, **options) as server:
         slot = server.pool.slots[0]
         first = continued(server, PROMPT)[0]
         for chat in ([SYSTEM, message("user", "Hi.")], [message("user", PROMPT)]):
@@ -328,14 +328,14 @@ EARLIER = "".join(f"a{letter}" for letter in string.ascii_letters)
 def test_penalties_count_earlier_replies_and_the_prompt_of_a_completion(url):
     # only earlier tokens can change the first token of a reply
     def chat(text, role, **more):
-        asked = [SYSTEM, message("user", "Hi."), message(role, text), message("user", "And?")]
-        return ask(url, asked, max_tokens=1, **more).reply["content"]
+        messages = [SYSTEM, message("user", "Hi."), message(role, text), message("user", "And?")]
+        return ask(url, messages, max_tokens=1, **more).reply["content"]
 
     def completion(text, **more):
-        with connected(url) as link:
+        with open_connection(url) as link:
             body = {"prompt": text, "max_tokens": 1} | more
             link.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            return json.loads(response(link).read())["choices"][0]["text"]
+            return json.loads(get_response(link).read())["choices"][0]["text"]
 
     assert chat(EARLIER, "assistant", **PENALTY) != chat(EARLIER, "assistant")
     assert chat(EARLIER, "user", **PENALTY) == chat(EARLIER, "user")

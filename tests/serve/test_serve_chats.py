@@ -19,9 +19,9 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
-from tests.serve import asking
-from tests.serve.asking import message, request
-from tests.serve.serving import serving
+from tests.serve import http_requests
+from tests.serve.http_requests import message, request
+from tests.serve.subprocess_server import start_server
 
 SYSTEM = message("system", "Be kind. " * 4)
 
@@ -31,7 +31,7 @@ def url(chat_model, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("first-key\nsecond-key\n")
     options = ("--policy", "h2o", "--budget", "96", "--temp", "0")
-    with serving(chat_model, *options, "--api-key-file", str(keys)) as server:
+    with start_server(chat_model, *options, "--api-key-file", str(keys)) as server:
         yield server.url
 
 
@@ -39,7 +39,7 @@ KEY = {"Authorization": "Bearer first-key"}
 
 
 def ask(url, messages, headers=(), n_max=8, **more):
-    return asking.ask(url, messages, {**KEY, **dict(headers)}, max_tokens=n_max, **more)
+    return http_requests.ask(url, messages, {**KEY, **dict(headers)}, max_tokens=n_max, **more)
 
 
 def test_session_name_separates_a_chat_from_all_others(url):
@@ -72,11 +72,11 @@ def test_system_prompt_stays_in_the_cache(url):
         messages.append(answer.reply)
     assert answer.stats["forgotten"] > 0
     n_system = len(SYSTEM["content"].rstrip())
-    held, texts = answer.stats["share"]["held"], answer.stats["share"]["text"]
-    assert len(held) == answer.n_all
+    shares, texts = answer.stats["share"]["held"], answer.stats["share"]["text"]
+    assert len(shares) == answer.n_all
     n = next(n for n in range(len(texts)) if "".join(texts[:n]).endswith("kind. Be kind"))
     assert n > n_system / 4
-    assert min(held[:n]) == 1
+    assert min(shares[:n]) == 1
 
 
 def test_request_without_a_complete_api_key_is_refused(url):
@@ -249,10 +249,10 @@ def test_two_servers_cannot_use_one_folder(tmp_path):
 
 
 def test_only_its_user_can_read_a_folder_that_the_server_creates(tmp_path):
-    new, mine = tmp_path / "above" / "new", tmp_path / "mine"
-    mine.mkdir()
-    mine.chmod(0o755)
-    for folder, mode in ((new, 0o700), (mine, 0o755)):
+    new, existing = tmp_path / "above" / "new", tmp_path / "mine"
+    existing.mkdir()
+    existing.chmod(0o755)
+    for folder, mode in ((new, 0o700), (existing, 0o755)):
         # the second server finds a folder that exists
         for _ in range(2):
             with lock_folder(folder):

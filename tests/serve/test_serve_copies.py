@@ -14,9 +14,9 @@ from kvtool.llama.cache.segment import SavedCheckpoint, listed
 from kvtool.llama.loaded.model import Model
 from kvtool.serve.store.chats import ChatStore
 from tests import tiny
-from tests.serve.asking import ask, message
+from tests.serve.http_requests import ask, message
 from tests.serve.killed_turns import SlotServer
-from tests.serve.serving import serving
+from tests.serve.subprocess_server import start_server
 from tests.serve.test_serve_back import RECALL
 
 pytestmark = pytest.mark.engine
@@ -35,7 +35,7 @@ def sliding(tmp_path_factory):
 @pytest.fixture(scope="module", params=["sliding", "h2o"])
 def url(request, talker, sliding):
     chosen = (sliding, *RECALL) if request.param == "sliding" else (talker, "--policy", "h2o", "--temp", "0")
-    with serving(*chosen) as server:
+    with start_server(*chosen) as server:
         yield server.url
 
 
@@ -63,7 +63,7 @@ def test_changed_reply_is_read_from_the_end_of_its_prompt(url):
 
 @pytest.mark.parametrize(("prompt", "n"), [(message("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
 def test_only_long_prompts_get_a_checkpoint_before_the_reply(talker, tmp_path, prompt, n):
-    with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
+    with start_server(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
         ask(server.url, [prompt])
         (path,) = tmp_path.glob("*.kv")
         assert len(listed(session.read(path)[1], SavedCheckpoint)) == n
@@ -73,7 +73,7 @@ def test_only_long_prompts_get_a_checkpoint_before_the_reply(talker, tmp_path, p
 @pytest.mark.parametrize("size", ["64MiB", "0"])
 def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
     arguments = (*options, "--checkpoints", size, "--temp", "0", "--sessions", str(tmp_path))
-    with serving(sliding, *arguments) as server:
+    with start_server(sliding, *arguments) as server:
         messages = [LONG]
         for _ in range(2):
             messages += [ask(server.url, messages).reply, NEXT]
@@ -87,7 +87,7 @@ def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
         assert len([*tmp_path.glob("*.kv")]) == 2
         assert not [*tmp_path.glob("*.kv.[0-9]*")]
         server.stop()
-    with serving(sliding, *arguments) as server:
+    with start_server(sliding, *arguments) as server:
         more = [*messages, answer.reply, message("user", "Why?")]
         assert ask(server.url, more).n_read < 100
 
@@ -112,10 +112,10 @@ def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, 
         monkeypatch.setattr(archive_file, "size", lambda path: 1 / 0)
         assert len(store) == 2
         assert store.n_bytes == again.n_bytes == size
-        kept = store.chats[-1]
+        newest = store.chats[-1]
         store.max_bytes = size - 1
-        store._shrink(keep=kept)
-        assert store.chats == [kept]
+        store._shrink(keep=newest)
+        assert store.chats == [newest]
         assert store.n_bytes == n_bytes()
 
 

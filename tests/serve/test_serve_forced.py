@@ -17,8 +17,8 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice
 from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import GEMMA, HARMONY, HERMES, LLAMA
-from tests.engine.running import open_engine
-from tests.serve.asking import check_tools
+from tests.engine.exact_engines import open_engine
+from tests.serve.http_requests import check_tools
 from tests.serve.test_serve_calls import each_format, parsed
 from tests.serve.test_serve_tools import TOOLS, tool
 from tests.serve.written_calls import NOW, TRICKY, ZURICH
@@ -65,12 +65,12 @@ def written(engine, rules, next_logits, n=900):
 def dictates(text):
     """Return a `next_logits` that strongly prefers the text `text`, and then an end of the turn."""
 
-    wanted = text.encode()
+    dictated = text.encode()
 
     def next_logits(so_far):
-        logits = np.full(256, -90 if so_far == wanted else 0, np.float32)
-        if wanted.startswith(so_far) and so_far != wanted:
-            logits[wanted[len(so_far)]] = 60
+        logits = np.full(256, -90 if so_far == dictated else 0, np.float32)
+        if dictated.startswith(so_far) and so_far != dictated:
+            logits[dictated[len(so_far)]] = 60
         return logits
 
     return next_logits

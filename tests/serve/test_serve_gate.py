@@ -23,9 +23,9 @@ from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.http.metrics import Counts
 from kvtool.serve.queue import JobQueue
-from tests.cli.called import called
-from tests.serve.asking import message
-from tests.serve.here import send
+from tests.cli.in_process_command import run_kvtool
+from tests.serve.http_requests import message
+from tests.serve.in_process_server import send
 
 BODY = json.dumps({"messages": [message("user", "Hi.")], "max_tokens": 4}).encode()
 OBSIDIAN = "app://obsidian.md"
@@ -61,9 +61,9 @@ def test_encoded_body_is_refused():
     ids=["broken", "empty", "blank", "not UTF-8", "digits", "NaN", "infinity", "deep"],
 )
 def test_unparsable_body_is_refused_with_the_reason(body, words):
-    status, said, _ = post(body)
+    status, message, _ = post(body)
     assert status == 400
-    assert words in said
+    assert words in message
 
 
 def test_body_may_not_exceed_the_limit():
@@ -217,15 +217,15 @@ def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, r
     monkeypatch.setattr(gate.socket, "gethostname", lambda: "Gpu.lan")
     limits = Limits(names=gate.own_names(value, is_local=is_local))
 
-    def asked(host, limits):
+    def get_models(host, limits):
         headers = {"Host": f"{host}:8080", "Origin": f"http://{host}:8080"}
         return send("/v1/models", headers=headers, limits=limits)
 
     for host in accepted:
-        assert asked(host, limits).status_code == 200, host
+        assert get_models(host, limits).status_code == 200, host
     wrong = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[bad", "")
     for host in (*refused, *wrong):
-        answer = asked(host, limits)
+        answer = get_models(host, limits)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host"), host
         words = f"this server does not answer as {host}:8080; use its IP address, or --api-key-file"
         assert answer.json()["error"]["message"] == words
@@ -242,28 +242,28 @@ def test_serve_limits_host_names_unless_it_has_a_key(chat_model, monkeypatch, tm
             raise LibraryError("it does not run")
 
         monkeypatch.setattr(server, "serve", serve)
-        called("serve", "-m", chat_model, "--port", "0", *options)
+        run_kvtool("serve", "-m", chat_model, "--port", "0", *options)
         return limits[0].names
 
     keys = tmp_path / "keys.txt"
     keys.write_text("secret\n")
-    own = gate.own_names("0.0.0.0", is_local=False)
+    host_names = gate.own_names("0.0.0.0", is_local=False)
     assert names() == names("--host", "127.0.0.1") == {"localhost", "127.0.0.1"}
-    assert socket.gethostname().lower() in names("--host", "0.0.0.0") == own
+    assert socket.gethostname().lower() in names("--host", "0.0.0.0") == host_names
     assert names("--api-key-file", keys) == names("--host", "0.0.0.0", "--api-key-file", keys) is None
 
 
 def test_api_key_file_without_a_key_is_refused(tmp_path):
     keys = tmp_path / "keys.txt"
     keys.write_text("# none yet\n")
-    done = called("serve", "--api-key-file", keys)
+    done = run_kvtool("serve", "--api-key-file", keys)
     assert done.returncode == 2
     assert done.stderr == f"kvtool: --api-key-file: {keys} has no API key; write one key per line\n"
 
 
 def test_allow_origin_refuses_values_that_no_browser_sends():
     for origin in ("obsidian.md", "https://example.com/", "https://example.com/chat", ""):
-        done = called("serve", "--allow-origin", origin)
+        done = run_kvtool("serve", "--allow-origin", origin)
         assert done.returncode == 2
         assert "--allow-origin must be like https://example.com, without a path, or *" in done.stderr
 

@@ -21,8 +21,8 @@ import pytest
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import Job
-from tests.held import PATIENCE_S
-from tests.serve.here import send
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.in_process_server import send
 
 WEB = Path(__file__).parents[2] / "kvtool" / "serve" / "http" / "web"
 
@@ -124,7 +124,7 @@ def test_stream_sends_pings_while_a_long_prompt_is_read(monkeypatch):
         await reading
         return events
 
-    *pings, event = asyncio.run(asyncio.wait_for(sent_events(), PATIENCE_S))
+    *pings, event = asyncio.run(asyncio.wait_for(sent_events(), TIMEOUT_S))
     assert len(pings) >= 2
     assert set(pings) == {None}
     assert event == {"kind": "piece", "text": "a"}
@@ -150,7 +150,7 @@ def shown(*texts):
         capture_output=True,
         encoding="utf-8",
         check=False,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -28,10 +28,10 @@ from kvtool.serve.queue import JobQueue
 from kvtool.serve.rendering import Renderings
 from kvtool.serve.store.chats import ChatStore
 from kvtool.serve.store.resumer import Resumer
-from tests.held import PATIENCE_S, until
-from tests.serve.answered import slot_of
-from tests.serve.asking import ask, connected, message
-from tests.serve.serving import serving
+from tests.blocking_policy import TIMEOUT_S, until
+from tests.serve.http_requests import ask, message, open_connection
+from tests.serve.slot_requests import slot_of
+from tests.serve.subprocess_server import start_server
 
 RECALL = ["search=all"]
 """With this option, recall's replies do not depend on how a prompt was divided into steps."""
@@ -39,13 +39,13 @@ RECALL = ["search=all"]
 NUMBER = itertools.count()
 
 
-class Asked:
+class FakeJob:
     """A stand-in for the job that the HTTP side puts into the queue for a request.
 
-    seen: function that the computing slot calls with the kind of each event.
+    on_event: function that the computing slot calls with the kind of each event.
     """
 
-    def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
+    def __init__(self, messages, n_max=40, on_event=lambda kind: None, **more):
         body = {
             "messages": messages,
             "max_tokens": n_max,
@@ -56,11 +56,11 @@ class Asked:
         self.request = requests.check_chat(requests.as_chat(body), Defaults())
         self.client = str(next(NUMBER))
         self.prompt_counts, self.end, self.is_cancelled = None, None, False
-        self.events, self._seen, self._is_over = [], seen, threading.Event()
+        self.events, self._on_event, self._is_over = [], on_event, threading.Event()
 
     def emit(self, event):
         self.events.append(event)
-        self._seen(event["kind"])
+        self._on_event(event["kind"])
         if event["kind"] in ("end", "error"):
             self._is_over.set()
 
@@ -73,7 +73,7 @@ class Asked:
 
     @property
     def last(self):
-        assert self._is_over.wait(PATIENCE_S)
+        assert self._is_over.wait(TIMEOUT_S)
         return self.events[-1]
 
     @property
@@ -106,7 +106,7 @@ class Serving:
         self.slots_made = self.pool.slots
 
     def put(self, *arguments, **more):
-        job = Asked(*arguments, **more)
+        job = FakeJob(*arguments, **more)
         self.jobs.put(job)
         return job
 
@@ -126,7 +126,7 @@ def served(path, policy, folder, **how):
             yield server
         finally:
             server.jobs.close()
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()
 
 
@@ -178,11 +178,11 @@ def passes_lock(lock, n_left):
     return not thread.is_alive()
 
 
-@pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
+@pytest.mark.parametrize("first_s", [-1, TIMEOUT_S])
 def test_turn_of_a_slot_ends_when_its_time_is_over(monkeypatch, first_s):
     """FIRST_SLICE_S limits the first turn of a short prompt. SLICE_S limits all other turns."""
     monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
-    monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
+    monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else TIMEOUT_S)
 
     def ends(n_left, is_first=True):
         lock = ComputeLock()
@@ -206,16 +206,16 @@ def test_concurrent_answers_equal_those_of_single_chats(talker, tmp_path, one_st
             alone.append(server.put(question(i)).text)
     with served(talker, policy, tmp_path / "beside") as server:
 
-        def seen(kind, i=0):
+        def on_event(kind, i=0):
             steps.append(i)
             if len(jobs) == 1:
-                jobs.append(Asked(question(1), seen=partial(seen, i=1)))
+                jobs.append(FakeJob(question(1), on_event=partial(on_event, i=1)))
                 server.jobs.put(jobs[1])
             # the other slot would miss its turn if its thread were slow, so wait until it is in the queue
             if not jobs[1 - i].is_over:
                 server.wait_for_another()
 
-        jobs.append(Asked(question(0), seen=seen))
+        jobs.append(FakeJob(question(0), on_event=on_event))
         server.jobs.put(jobs[0])
         assert jobs[0].last
         assert [job.text for job in jobs] == alone
@@ -249,14 +249,16 @@ def test_short_prompt_is_read_before_a_long_one_that_came_first(
     with served(talker, policy, tmp_path, n_batch=256) as server:
         others, events = [], []
 
-        def seen(kind):
+        def on_event(kind):
             events.append(f"first: {kind}")
             if not others:
-                others.append(server.put(question(1, 0), seen=lambda kind: events.append(f"second: {kind}")))
+                others.append(
+                    server.put(question(1, 0), on_event=lambda kind: events.append(f"second: {kind}"))
+                )
             if not others[0].is_over:
                 server.wait_for_another()
 
-        first = server.put(question(0, 12), seen=seen)
+        first = server.put(question(0, 12), on_event=on_event)
         assert 128 < first.last["n_prompt"] < 240
         assert others[0].text
         assert events.index("second: read") < events.index("first: read")
@@ -267,12 +269,12 @@ def ask_both(server, one, other, n_max=40):
     """Ask `other` while the server answers `one`. Return both jobs after the end of `one`."""
     second = []
 
-    def seen(kind):
+    def on_event(kind):
         if not second:
             second.append(server.put(other))
             server.wait_for_another()
 
-    first = server.put(one, n_max, seen)
+    first = server.put(one, n_max, on_event)
     assert first.last
     return first, second[0]
 
@@ -285,13 +287,13 @@ def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
         """
         again = []
 
-        def seen(kind):
+        def on_event(kind):
             if gone.events[-1].get("n_read") and not again:
                 gone.cancel()
                 again.append(server.put(chat))
                 server.wait_for_another()
 
-        gone = Asked(chat, seen=seen)
+        gone = FakeJob(chat, on_event=on_event)
         server.jobs.put(gone)
         until(lambda: again)
         return again[0].last["n_cached"] < 32
@@ -371,12 +373,12 @@ def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
     with served(talker, "h2o", tmp_path, n=3, limit=1) as server:
         others = []
 
-        def seen(kind):
+        def on_event(kind):
             if not others:
                 others.extend(server.put(question(i)) for i in (1, 2))
                 server.wait_for_another()
 
-        first = server.put(question(0), seen=seen)
+        first = server.put(question(0), on_event=on_event)
         assert first.text
         assert all(job.text for job in others)
         assert server.pool.n_max == len(server.pool.slots) == 1
@@ -392,7 +394,7 @@ def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, mo
         alone = server.put(question(0)).text
         bad = []
 
-        def seen(kind):
+        def on_event(kind):
             if not bad:
                 # this answer may have 400 tokens, and the other only 40, so this one ends later
                 bad.append(server.put(question(1), 400, fail))
@@ -406,7 +408,7 @@ def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, mo
         def broken(*arguments):
             raise error
 
-        assert server.put(question(0), seen=seen, n_max=40).text == alone
+        assert server.put(question(0), on_event=on_event, n_max=40).text == alone
         assert bad[0].last["kind"] == "error"
         assert bad[0].last["error"].status == 500
         monkeypatch.undo()
@@ -433,7 +435,7 @@ def test_full_queue_refuses_requests_until_one_is_cancelled(talker, tmp_path, on
 
 def running(url):
     """Return the number of requests that are being answered."""
-    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    metrics = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text
     return int(re.search(r"^kvtool_requests_running (\d+)", metrics, re.MULTILINE)[1])
 
 
@@ -443,10 +445,10 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
     # Answering `long` would take days. Reading `prompt` takes many times as long as the short request.
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
     prompt = {"messages": question(2, 30_000)}
-    with serving(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
+    with start_server(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
         alone = ask(server.url, **short).text
         for body in (long, prompt):
-            with connected(server.url) as link:
+            with open_connection(server.url) as link:
                 link.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}))
                 until(lambda: running(server.url) == 1)
                 if body is long:
@@ -459,7 +461,7 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
                 if body is long:
                     assert len([answer.readline() for _ in range(99)]) == 99
             until(lambda: running(server.url) == 0)
-        props = httpx.get(f"{server.url}/props", timeout=PATIENCE_S).json()
+        props = httpx.get(f"{server.url}/props", timeout=TIMEOUT_S).json()
         assert props["total_slots"] == 2
         assert props["cache_bytes"] == 2 * ask(server.url, **short).stats["cache_bytes"]
 

@@ -19,11 +19,11 @@ from kvtool.serve.api.fields import Fields
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.rendering import Renderings
 from tests import tiny
+from tests.blocking_policy import TIMEOUT_S
 from tests.chats import published
 from tests.chats.published import WANT_FUNCTIONS, needs_published
-from tests.held import PATIENCE_S
-from tests.serve.answered import answering, checked
-from tests.serve.serving import ONE_THREAD, serving
+from tests.serve.slot_requests import check_body, dictated_slot
+from tests.serve.subprocess_server import ONE_THREAD, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +49,7 @@ def serve(model, tmp_path):
 
         def start(source, policy="full"):
             folder = tmp_path / str(next(number))
-            return stack.enter_context(answering(model, source, folder, policy))
+            return stack.enter_context(dictated_slot(model, source, folder, policy))
 
         yield start
 
@@ -282,19 +282,19 @@ def test_server_applies_think_and_refuses_an_unsupported_typed_effort(tmp_path):
     tiny.write_llama(path, chat_template=source, n_ctx_train=2048)
     options = ("--policy", "h2o", "--budget", "256")
     body = {"messages": USER, "max_tokens": 4}
-    with serving(path, *options, "--think", "off") as server:
+    with start_server(path, *options, "--think", "off") as server:
         answers = [
-            httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=PATIENCE_S).json()
+            httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=TIMEOUT_S).json()
             for more in ({}, {"enable_thinking": True})
         ]
         messages = [answer["choices"][0]["message"] for answer in answers]
         assert ["reasoning_content" in message for message in messages] == [False, True]
-    with serving(path, *options, env=os.environ | ONE_THREAD | {"KVTOOL_THINK": "low"}) as server:
+    with start_server(path, *options, env=os.environ | ONE_THREAD | {"KVTOOL_THINK": "low"}) as server:
         line = "think low: the model's chat template takes off and on; it is left out"
         assert line in "".join(server.lines)
     words = "think low: the model's chat template takes off and on"
     refused = pytest.raises(AssertionError, match=words)
-    with refused, serving(path, *options, "--think", "low"):
+    with refused, start_server(path, *options, "--think", "low"):
         pass
 
 
@@ -310,7 +310,7 @@ def test_server_applies_think_and_refuses_an_unsupported_typed_effort(tmp_path):
     ],
 )
 def test_thought_is_limited_by_the_budgets_of_request_and_server(bytewise, tmp_path, api, more, most):
-    with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
+    with dictated_slot(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
         # at most 60 tokens, because the test reads them from the sampler, which stores only the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
@@ -322,7 +322,7 @@ def test_thought_is_limited_by_the_budgets_of_request_and_server(bytewise, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("opening", "said", "thought"),
+    ("opening", "reply", "thought"),
     [
         ("<think>", "<b>Hm</b>.</think>\n\nYes.", "<b>Hm</b>."),
         ("", "<think><b>Hm</b>.</think>\n\nYes.", "<b>Hm</b>."),
@@ -333,9 +333,9 @@ def test_thought_is_limited_by_the_budgets_of_request_and_server(bytewise, tmp_p
     ids=["opened", "begun by the model", "cut in the end tag", "empty", "cut in the start tag"],
 )
 @pytest.mark.parametrize("stop", [[], ["</think>\n\nNo"]], ids=["", "stop"])
-def test_thought_tokens_are_counted_without_the_tags(bytewise, tmp_path, opening, said, thought, stop):
-    with answering(bytewise, CHAT.replace("%OPEN%", opening), tmp_path) as serve:
-        end = serve(USER, said, stop=stop)
+def test_thought_tokens_are_counted_without_the_tags(bytewise, tmp_path, opening, reply, thought, stop):
+    with dictated_slot(bytewise, CHAT.replace("%OPEN%", opening), tmp_path) as serve:
+        end = serve(USER, reply, stop=stop)
         assert end["message"].get("reasoning_content", "") == thought
         assert end["n_thought"] == len(bytewise.tokenize(thought))
 
@@ -376,7 +376,7 @@ def bytewise(tmp_path_factory):
 
 def fresh(serve, messages, **more):
     """Return the tokens of a request's prompt on a server that has not stored the chat."""
-    request = checked({"messages": messages, **more})
+    request = check_body({"messages": messages, **more})
     rendering, _ = Renderings(serve.slot.model, serve.slot.template).of(request.thinking)
     return rendering.whole(request.messages, request.tools)[0].tolist()
 
@@ -418,7 +418,7 @@ def test_cache_of_a_chat_with_thoughts_equals_a_fresh_reading(
 ):
     # the opening is an expression, because Jinja would drop its newline after a block
     source = source.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
-    with answering(bytewise, source, tmp_path, policy, budget=128) as serve:
+    with dictated_slot(bytewise, source, tmp_path, policy, budget=128) as serve:
         for messages, _ in agent(serve, bool(opening), sends):
             assert serve.prompt_tokens == fresh(serve, messages, tools=[TOOL])
 
@@ -431,7 +431,7 @@ def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp
         template = Template(source, "", "", bytewise.markers)
         if not template.has_thoughts:
             continue
-        with answering(bytewise, source, tmp_path / name, "h2o", budget=4096) as serve:
+        with dictated_slot(bytewise, source, tmp_path / name, "h2o", budget=4096) as serve:
             for effort, sends in itertools.product((None, "none"), (True, False)):
                 variables, why = Efforts.of(template).variables("off") if effort else ({}, None)
                 if why:
@@ -453,7 +453,7 @@ def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp
 @pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
 def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, opening, policy):
     source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
-    with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
+    with dictated_slot(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
         # between tool calls, the thoughts stay in the prompt, so nothing is read again
         for before, event in itertools.pairwise(events[:3]):
@@ -463,7 +463,7 @@ def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, op
         n_min = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
         # 2 more tokens may be cached, because the first thought and the first call both begin with "<t"
         assert n_min <= events[3]["n_cached"] <= n_min + 2
-    with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
+    with dictated_slot(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
         # If the client does not send thoughts back, only the first reply is read again. After that, the
         # server stores replies without thoughts.
         _, events = zip(*agent(serve, bool(opening), False), strict=True)

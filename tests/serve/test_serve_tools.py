@@ -17,7 +17,7 @@ from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
 from kvtool.serve.tools.prompt import as_text, for_template, tools_text
-from tests.serve.asking import check_messages, check_tools, message
+from tests.serve.http_requests import check_messages, check_tools, message
 
 
 def tool(name, parameters=None, **more):

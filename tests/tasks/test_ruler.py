@@ -28,7 +28,7 @@ from kvtool.tasks.reader import Reader
 from kvtool.tasks.ruler import PARTS, string_match
 from kvtool.tasks.task import Item
 from tests import tiny
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -266,11 +266,11 @@ def test_qa_prompt_takes_documents_of_the_same_article_first(items_of):
         for q in paragraph["qas"]
     }
     items = [item for n in (140, 155, 170, 1200) for item in items_of("qa_1", length=n, repeats=4)]
-    seen, counts = [], set()
+    questions, counts = [], set()
     for item in items:
         context, near, question = by_question[item.question.split("Question: ")[1]]
         assert not question["is_impossible"]
-        seen.append(question["question"])
+        questions.append(question["question"])
         assert list(item.references) == [answer["text"] for answer in question["answers"]]
         documents = re.findall(r"^Document (\d+):\n(.+)$", item.prompt, re.M)
         assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
@@ -284,7 +284,7 @@ def test_qa_prompt_takes_documents_of_the_same_article_first(items_of):
             assert set(texts) <= set(near)
     assert counts >= {1, 2, 3, 5}
     # the 4 questions of each length differ
-    assert all(len(set(seen[i : i + 4])) == 4 for i in range(0, 16, 4))
+    assert all(len(set(questions[i : i + 4])) == 4 for i in range(0, 16, 4))
 
 
 @pytest.mark.parametrize("file", ["hotpotqa_published.json", "hotpotqa.jsonl"])
@@ -371,7 +371,7 @@ class Says:
         self.text = text
 
     def ask(self, prompt, n_answer, *, question, opening):
-        self.asked = prompt, n_answer, question, opening
+        self.request = prompt, n_answer, question, opening
         return 7
 
     def write(self, n_max):
@@ -393,7 +393,7 @@ def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, gi
     assert answer.scores == {"string_match": score}
     assert answer.about == {"first_tokens": 7}
     question = "question?" if when == "after" else ""
-    assert reader.asked == ("text question?", n_max, question, "It is")
+    assert reader.request == ("text question?", n_max, question, "It is")
     assert reader.n_max == n_max
 
 
@@ -508,7 +508,7 @@ def test_token_across_text_and_question_belongs_to_the_question(model, monkeypat
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_kept_tokens_do_not_depend_on_a_question_asked_after(bytewise, policy):
-    def held(known):
+    def positions_after(known):
         rows = []
         with closing(reader_of(bytewise, policy, prefill="whole")) as reader:
             for question in QUESTIONS:
@@ -522,10 +522,10 @@ def test_kept_tokens_do_not_depend_on_a_question_asked_after(bytewise, policy):
                 assert reader.engine.cells().live.max() < 64
         return rows
 
-    first, second = held(known=False)
+    first, second = positions_after(known=False)
     assert first == second
     assert {len(row) for row in first} == {24}
-    first, second = held(known=True)
+    first, second = positions_after(known=True)
     assert first != second
 
 
@@ -556,10 +556,10 @@ def test_item_hash_depends_on_the_opening():
 
 def test_reply_header_is_held_only_after_the_whole_prompt(tiny_model, monkeypatch):
     """A prompt ends with a reply header, whose tokens are held. A text before a question has no header."""
-    held = []
+    n_held = []
     read = Engine.read
     monkeypatch.setattr(
-        Engine, "read", lambda self, *part, **more: (held.append(self.n_held), read(self, *part, **more))[1]
+        Engine, "read", lambda self, *part, **more: (n_held.append(self.n_held), read(self, *part, **more))[1]
     )
     path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
     policy = policies.fit("h2o", 128)
@@ -570,7 +570,7 @@ def test_reply_header_is_held_only_after_the_whole_prompt(tiny_model, monkeypatc
             reader.ask("some text. what?", 8, question=" what?")
             reader.ask("some text. what?", 8)
     assert n > 0
-    assert held == [0, n, n]
+    assert n_held == [0, n, n]
 
 
 SMALL = ("--set", "tasks=fwe,niah_multikey_3,qa_2", "--set", "lengths=1500", "--set", "repeats=2", "-t", 1)
@@ -583,7 +583,7 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
     command = ("eval", "ruler", "-m", path, *SMALL, *HOTPOT, "--set", f"question={when}")
     how = ("--policy", "h2o", "--budget", "25%")
-    done = called(*command, *how, "--records", out)
+    done = run_kvtool(*command, *how, "--records", out)
     assert done.returncode == 0, done.stderr
     results = records.read(out)
     names = ["niah_multikey_3", "fwe", "qa_2"]
@@ -603,7 +603,7 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     assert table[2].split() == ["part", "1500", "95", "%", "interval", "items"]
     assert table[3].split() == ["fwe", "0.000", "0.000", "to", "0.658", "2"]
     assert "average of 3 tasks, 1500 tokens: 0" in done.stdout
-    done = called(*command, *how, "--json")
+    done = run_kvtool(*command, *how, "--json")
     by = json.loads(done.stdout.splitlines()[-1])["by"]
     assert [(each["part"], each["length"]) for each in by] == [(name, 1500) for name in sorted(names)]
     assert by[0]["string_match"] == {"mean": 0, "low": 0, "high": pytest.approx(0.658, abs=1e-3), "n": 2}

@@ -120,7 +120,7 @@ def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
 
 
 @pytest.mark.parametrize(
-    ("task", "more", "said"),
+    ("task", "more", "message"),
     [
         ("choice", ["--temp", "0.5"], "choice takes no --temp: it samples no answers"),
         (
@@ -131,9 +131,9 @@ def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
         ("qa", ["--seed", "3"], "--seed has no effect without a temperature; add --temp T"),
     ],
 )
-def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
+def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, message):
     # none.gguf does not exist, but this error comes first
-    assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
+    assert f"kvtool: {message}\n" in evaluate("none.gguf", task, *more, code=2).stderr
 
 
 def test_intervals_are_computed_only_at_the_end(tiny_chat, monkeypatch):

@@ -49,8 +49,8 @@ from kvtool.models.header import read
 from kvtool.models.layers import ONLY_FULL, Kind
 from kvtool.models.supported import unsupported
 from kvtool.policy import Signal, SignalRequest
-from tests.engine.running import open_engine, text
-from tests.engine.test_draft import N_DRAFT, told
+from tests.engine.exact_engines import open_engine, random_tokens
+from tests.engine.test_draft import N_DRAFT, decoded_logits
 
 ROUNDING = 1e-4
 """Tolerance: the largest allowed difference between results, divided by the results' standard deviation."""
@@ -138,7 +138,7 @@ def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
 def full(path: Path) -> str:
     for flash in ("off",) if read(path).architecture in NO_FLASH else ("off", "on"):
         with open_engine(path, policies.fit("full", 200, None), flash=flash) as engine:
-            tokens = text(100, n_vocab=engine.model.n_vocab)
+            tokens = random_tokens(100, n_vocab=engine.model.n_vocab)
             # MiniMax M3 gathers the cells that its index chooses, so its attention adds up in a different
             # order
             is_gathered = flash == "on" and engine.model.layers.of(Kind.INDEX)
@@ -231,7 +231,7 @@ def _then(
         how["request"] = SignalRequest() if how else SignalRequest(reads=Signal.ATTENTION)
     settings = {"n_output": N_BATCH, **EXACT, **how}
     with closing(Model(path)) as model, closing(kind(model, 256, N_BATCH, **settings)) as context:
-        tokens = text(n + n_more, n_vocab=model.n_vocab)
+        tokens = random_tokens(n + n_more, n_vocab=model.n_vocab)
         for at in range(0, n, N_BATCH):
             context.decode(tokens[at : min(at + N_BATCH, n)], at, 0)
         edit(context)
@@ -245,7 +245,7 @@ def _then(
 def graph(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
-        tokens = text(320, n_vocab=engine.model.n_vocab)
+        tokens = random_tokens(320, n_vocab=engine.model.n_vocab)
         want = perplexity.stream(engine, tokens)
     with open_engine(path, policy) as engine:
         engine.context.apply = partial(engine.context.apply, force_graph=True)
@@ -257,7 +257,7 @@ def graph(path: Path) -> str:
 def saved(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
-        tokens = text(150, n_vocab=engine.model.n_vocab)
+        tokens = random_tokens(150, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:100])
         state = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[100:])
@@ -271,7 +271,7 @@ def saved(path: Path) -> str:
 def endless(path: Path) -> str:
     policy = policies.fit("tova", 96, 16)
     with open_engine(path, policy) as engine:
-        tokens = text(3 * engine.model.n_ctx_train, n_vocab=engine.model.n_vocab)
+        tokens = random_tokens(3 * engine.model.n_ctx_train, n_vocab=engine.model.n_vocab)
         nll = perplexity.stream(engine, tokens)
         assert engine.n_restart > 0, "positions did not start over"
         return "ok" if np.isfinite(nll).all() else "FAILS (not finite)"
@@ -284,8 +284,8 @@ def drafts(path: Path) -> str:
     logits = []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policies.fit("h2o", 48, 8), n_draft=N_DRAFT) as engine:
-            tokens = text(150, n_vocab=engine.model.n_vocab)
-            logits.append(np.array([*told(engine, tokens, rng)]))
+            tokens = random_tokens(150, n_vocab=engine.model.n_vocab)
+            logits.append(np.array([*decoded_logits(engine, tokens, rng)]))
     return _same(logits[1], logits[0], ORDER)
 
 
@@ -294,13 +294,17 @@ def rewound(path: Path) -> str:
     logits = []
     for n_later in (0, 60):
         with open_engine(path, policies.fit("full", 200, None)) as engine:
-            tokens = text(n + n_later, n_vocab=engine.model.n_vocab)
+            tokens = random_tokens(n + n_later, n_vocab=engine.model.n_vocab)
             engine.read(tokens[:n])
             engine.checkpoints.take()
             engine.read(tokens[n:])
             if n_later:
                 assert engine.rewind(n) == n
-            logits.append(np.array([*told(engine, text(n_more, seed=2, n_vocab=engine.model.n_vocab))]))
+            logits.append(
+                np.array(
+                    [*decoded_logits(engine, random_tokens(n_more, seed=2, n_vocab=engine.model.n_vocab))]
+                )
+            )
     return _same(logits[1], logits[0], ORDER)
 
 

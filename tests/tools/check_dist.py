@@ -115,8 +115,8 @@ def with_pip_by_name(place: Place, wheels: list[Path]) -> list[object]:
 def with_pipx(place: Place, wheels: list[Path]) -> list[object]:
     python = new_environment(place.folder / "tools")
     place.run(python, "-m", "pip", "install", "-q", "pipx")
-    ours, library = wheels
-    place.run(python, "-m", "pipx", "install", "--python", sys.executable, ours)
+    wheel, library = wheels
+    place.run(python, "-m", "pipx", "install", "--python", sys.executable, wheel)
     place.run(python, "-m", "pipx", "inject", "kvtool", library)
     return [place.folder / "home/.local/bin/kvtool"]
 
@@ -124,8 +124,8 @@ def with_pipx(place: Place, wheels: list[Path]) -> list[object]:
 def with_uv(place: Place, wheels: list[Path]) -> list[object]:
     python = new_environment(place.folder / "tools")
     place.run(python, "-m", "pip", "install", "-q", "uv")
-    ours, library = wheels
-    place.run(python.parent / "uv", "tool", "install", "-p", sys.executable, "--with", library, ours)
+    wheel, library = wheels
+    place.run(python.parent / "uv", "tool", "install", "-p", sys.executable, "--with", library, wheel)
     return [place.folder / "home/.local/bin/kvtool"]
 
 

@@ -125,18 +125,18 @@ def compare(site, archs):
             paths += [path for path in sorted(archs.glob("*.gguf")) if not unsupported(read(path))]
         names = [*MODELS, *(path.stem for path in paths[len(MODELS) :])]
         sides = {}
-        for name, where, wanted in (("stock", site, False), ("patched", None, True)):
+        for name, where, is_patched in (("stock", site, False), ("patched", None, True)):
             path, patched = run(folder / name, where, paths)
-            if patched != wanted:
+            if patched != is_patched:
                 sys.exit(f"{path} is {'patched' if patched else 'not patched'}; it was to be the {name} one")
             print(f"{name}: {path}")
             sides[name] = folder / name
         n_different = 0
         for number, (model, flash, type_k, type_v, batch) in enumerate(cases(paths)):
-            stock, ours = (np.load(side / f"{number}.npy") for side in sides.values())
-            same = stock.tobytes() == ours.tobytes()
+            stock_logits, logits = (np.load(side / f"{number}.npy") for side in sides.values())
+            same = stock_logits.tobytes() == logits.tobytes()
             n_different += not same
-            verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
+            verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock_logits - logits).max():.3g}"
             print(f"{names[model]:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
         return n_different
 

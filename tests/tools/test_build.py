@@ -28,7 +28,7 @@ from kvtool.cli import app
 from kvtool.errors import LibraryError, UsageError
 from kvtool.kernels import load
 from kvtool.system import paths
-from tests import forked
+from tests import fork_server
 
 PATCHES = Path(__file__).parents[2] / "patches"
 DIGESTED = ("hooks.patch", "src/a.h", "src/b.cpp")
@@ -338,14 +338,14 @@ def test_missing_compiler_is_reported_in_one_line(tmp_path):
     env = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
     root = Path(__file__).parents[2]
     for path, message in ((str(tmp_path), "C++ compiler"), (env["PATH"], "")):
-        done = forked.run_python("-c", script, env={**env, "PATH": path}, cwd=root)
+        done = fork_server.run_python("-c", script, env={**env, "PATH": path}, cwd=root)
         assert done.stderr == ""
         assert message in done.stdout
         assert len(done.stdout.splitlines()) == bool(message)
 
 
 @pytest.mark.parametrize(
-    ("cmake_args", "said"),
+    ("cmake_args", "message"),
     [
         ("-DGGML_CUDA=on", "no nvcc, .*CUDACXX"),
         ("-DGGML_CUDA:BOOL=ON -DX=1", "no nvcc"),
@@ -355,17 +355,17 @@ def test_missing_compiler_is_reported_in_one_line(tmp_path):
         ("-DGGML_CUDA=on -DGGML_CUDA=off", None),
     ],
 )
-def test_missing_tools_of_a_device_are_reported_before_the_build(tmp_path, monkeypatch, cmake_args, said):
+def test_missing_tools_of_a_device_are_reported_before_the_build(tmp_path, monkeypatch, cmake_args, message):
     monkeypatch.setattr(needs, "_runs", lambda program: program not in ("nvcc", "glslc"))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
     monkeypatch.delenv("VULKAN_SDK", raising=False)
     monkeypatch.delenv("CUDACXX", raising=False)
-    if said is None:
+    if message is None:
         CHECK_TOOLS(cmake_args)
         return
-    with pytest.raises(LibraryError, match=said) as caught:
+    with pytest.raises(LibraryError, match=message) as caught:
         CHECK_TOOLS(cmake_args)
     assert "\n" not in str(caught.value)
 
@@ -465,7 +465,7 @@ def test_make_setup_refuses_an_old_python_and_makes_no_venv(tmp_path):
     old = tmp_path / "old-python"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    done = forked.run(["make", "setup", f"PYTHON={old}"], cwd=tmp_path)
+    done = fork_server.run(["make", "setup", f"PYTHON={old}"], cwd=tmp_path)
     assert done.returncode != 0
     assert "Python 3.10 or newer" in done.stderr
     assert not (tmp_path / ".venv").exists()

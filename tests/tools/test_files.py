@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvtool.system import files
-from tests import forked
-from tests.held import PATIENCE_S
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     files.write(pipe, b"through")
-    assert reader.communicate(timeout=PATIENCE_S)[0] == b"through"
+    assert reader.communicate(timeout=TIMEOUT_S)[0] == b"through"
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -164,7 +164,7 @@ def test_held_lock_raises_without_wait_and_blocks_with_wait(tmp_path):
         pass
     holder.stdin.close()
     with files.locked(lock):
-        assert holder.wait(PATIENCE_S) == 0
+        assert holder.wait(TIMEOUT_S) == 0
     holder.stdout.close()
     assert not lock.exists()
 
@@ -181,7 +181,7 @@ def test_a_lock_of_a_killed_process_is_free(tmp_path):
         "import os, sys\nfrom pathlib import Path\nfrom kvtool.system.files import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), 9)\n"
     )
-    assert forked.run_python("-c", code, lock).returncode == -9
+    assert fork_server.run_python("-c", code, lock).returncode == -9
     with files.locked(lock, wait=False):
         pass
     assert not lock.exists()

@@ -9,23 +9,23 @@ import sys
 
 import pytest
 
-from tests import forked
-from tests.held import PATIENCE_S
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
 
 
 @pytest.fixture(scope="module")
 def popen():
-    """Return forked.Popen after it has run two programs, so that the next program is a fork.
+    """Return fork_server.Popen after it has run two programs, so that the next program is a fork.
 
     For each environment, the first program is not forked: it is a plain process.
     """
     for _ in range(2):
-        process = forked.Popen([sys.executable, "-c", ""])
+        process = fork_server.Popen([sys.executable, "-c", ""])
         assert process.wait() == 0
     assert process.is_forked
-    return forked.Popen
+    return fork_server.Popen
 
 
 def both(popen, code, *arguments, typed=b"", **how):
@@ -35,7 +35,7 @@ def both(popen, code, *arguments, typed=b"", **how):
         pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
         process = start([sys.executable, "-c", code, *arguments], **pipes, **how)
         assert getattr(process, "is_forked", None) == (True if start is popen else None)
-        results.append((*process.communicate(typed, timeout=PATIENCE_S), process.returncode))
+        results.append((*process.communicate(typed, timeout=TIMEOUT_S), process.returncode))
     assert results[0] == results[1]
     return results[0]
 
@@ -89,7 +89,7 @@ def test_unsupported_calls_start_a_new_process(popen, tmp_path):
         (["true"], {}),
         ([sys.executable, "-c", ""], {"preexec_fn": lambda: None}),
         ([sys.executable, "-c", ""], {"env": os.environ | {"PYTHONUTF8": "0", "OTHER": str(tmp_path)}}),
-        ([sys.executable, "-c", "", "x" * forked.LONGEST], {}),
+        ([sys.executable, "-c", "", "x" * fork_server.MAX_REQUEST], {}),
     ):
         process = popen(command, **how)
-        assert (process.wait(PATIENCE_S), process.is_forked) == (0, False)
+        assert (process.wait(TIMEOUT_S), process.is_forked) == (0, False)
