@@ -669,10 +669,10 @@ def test_archive_file_follows_its_session_on_save_rename_and_load(keep, tmp_path
     say(other, other_files, "And then?")
     assert names() == ["a", "a.1", "a.1.archive", "a.archive", "b", "b.archive", "moved", "moved.archive"]
     third = everything(other)
-    for path, want in (("a.1", second), ("a", third), ("moved", first)):
+    for path, expected in (("a.1", second), ("a", third), ("moved", first)):
         with_archive, its_files = keep(tmp_path / path)
         its_files.resume(tmp_path / path)
-        assert everything(with_archive) == want
+        assert everything(with_archive) == expected
         with_archive.writer.engine.close()
     # Undo the turn and the /load. The chat is `second` again, and its file is renamed from a.1 to a.
     for _ in range(2):
@@ -714,17 +714,17 @@ def copy_of(n):
 
 
 def test_undo_stack_drops_its_oldest_copies_first():
-    copies, given = UndoStack(), [copy_of(1) for _ in range(MAX_COPIES + 2)]
-    for i, file in enumerate(given):
+    copies, files = UndoStack(), [copy_of(1) for _ in range(MAX_COPIES + 2)]
+    for i, file in enumerate(files):
         copies.push(Mark(i, 0, 0, {"unread": []}))
         copies.push(Copy(str(i), file))
     # the mark before the oldest copy that is left belongs to the same stream
     assert len(copies) == 2 * MAX_COPIES
-    assert [file.closed for file in given] == [True] * 2 + [False] * MAX_COPIES
+    assert [file.closed for file in files] == [True] * 2 + [False] * MAX_COPIES
     assert copies.pop().command == str(MAX_COPIES + 1)
     copies.close()
-    assert [file.closed for file in given] == [True] * (MAX_COPIES + 1) + [False]
-    given[-1].close()
+    assert [file.closed for file in files] == [True] * (MAX_COPIES + 1) + [False]
+    files[-1].close()
 
 
 def test_full_disk_drops_older_undo_copies_and_leaves_no_gap(chat, monkeypatch):

@@ -310,9 +310,9 @@ def test_chat_reads_markers_in_typed_text_as_text(smol, real, tmp_path):
     assert run_kvtool("chat", "-m", smol, *options, stdin=f"{evil}\n{evil}\n").returncode == 0
     *messages, _ = json.loads(run_kvtool("session", "export", "--json", path).stdout)
     assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
-    shown = json.loads(run_kvtool("session", "show", "--json", path).stdout)
+    summary = json.loads(run_kvtool("session", "show", "--json", path).stdout)
     # with -n 1, one token of the last reply is decoded
-    assert shown["tokens"] == len(count(real, messages)) + 1
+    assert summary["tokens"] == len(count(real, messages)) + 1
 
 
 def test_v1_completions_reads_markers_as_control_tokens(smol, real):

@@ -135,12 +135,12 @@ class Terminal:
         self.type("\r")
         # the terminal shows the typed line first
         self._read_until(lambda: self.text[at:].endswith(PROMPT))
-        shown = self.text[at:]
+        output = self.text[at:]
         self._at = len(self.text)
         width = self._screen.columns
         typed = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
         n_line = (2 + len(typed)) // width + 1
-        return "\n".join(shown.split("\n")[n_line:]).removesuffix("> ").strip()
+        return "\n".join(output.split("\n")[n_line:]).removesuffix("> ").strip()
 
     def ended(self, pressing):
         """Type a key every half second until the program has ended. Return the program's exit code.

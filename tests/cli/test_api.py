@@ -139,12 +139,12 @@ def test_cells_equal_a_plain_count_over_the_rows(tiny_model, name, positions):
             for row, n in enumerate(engine.rows.live.tolist()):
                 # (position in the stream, position for RoPE, index of the cell) of each token, oldest first
                 pos, rot = engine.rows.pos[row].tolist(), engine.rows.rot[row].tolist()
-                want = sorted((pos[cell], rot[cell], cell) for cell in range(n))
+                expected = sorted((pos[cell], rot[cell], cell) for cell in range(n))
                 arrays = (cells.pos, cells.rot, cells.cell)
-                assert [tuple(int(array[row, i]) for array in arrays) for i in range(n)] == want
+                assert [tuple(int(array[row, i]) for array in arrays) for i in range(n)] == expected
                 assert (cells.pos[row, n:] == -1).all()
                 assert (cells.rot[row, n:] == -1).all()
-                assert np.flatnonzero(cells.held()[row]).tolist() == [pos for pos, _, _ in want]
+                assert np.flatnonzero(cells.held()[row]).tolist() == [pos for pos, _, _ in expected]
             assert cells.share().tolist() == cells.held().mean(axis=0).tolist()
         assert len(set(cells.live.tolist())) > 1 or not engine.policy.ragged
         assert (cells.rot != cells.pos).any() == (positions == "in-cache")

@@ -59,7 +59,9 @@ def words_of(docstring):
 def test_bench_prints_a_row_per_configuration_and_depth(whole, model):
     assert whole.returncode == 0, whole.stderr
     rows = read(whole.stdout)
-    assert [(row["what"], row["depth"]) for row in rows] == [(way, n) for n in (64, 2048) for way in ROWS]
+    assert [(row["what"], row["depth"]) for row in rows] == [
+        (config, n) for n in (64, 2048) for config in ROWS
+    ]
     documented = words_of(bench.Row.record.__doc__)
     assert len(documented) == 16
     assert all(row.keys() == documented | {"model", "machine"} for row in rows)
@@ -76,7 +78,7 @@ def test_bench_prints_a_row_per_configuration_and_depth(whole, model):
 
 def test_bytes_equal_the_sizes_of_the_caches(whole):
     rows = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
-    full, _, quantized = (rows[way, 64]["device_bytes"] for way in ROWS[:3])
+    full, _, quantized = (rows[config, 64]["device_bytes"] for config in ROWS[:3])
     # a block of 32 numbers has 34 bytes in q8_0 and 64 in f16
     assert quantized == full * 34 // 64
     for row in rows.values():
@@ -138,7 +140,7 @@ def test_table_says_if_device_memory_is_unknown(whole, is_known):
 
 
 def test_row_says_if_memory_is_too_small(loaded, monkeypatch):
-    rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64})]
+    rows = [bench.sized(config, 256, 64) for config in bench.cache_configs({"recall": 64})]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
     benchmark = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
     assert list(benchmark.measure()) == rows

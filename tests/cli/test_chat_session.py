@@ -93,11 +93,11 @@ def test_resumed_chat_gives_the_same_replies_as_an_uninterrupted_chat(
         assert done.returncode == 0
         assert re.fullmatch(RECALL_LINE if policy == "recall" else "", done.stderr)
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
-    shown = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
+    summary = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
     # the chat is longer than the context (512), but its cells do not exceed the budget (96)
-    assert shown["tokens"] > 512
-    assert shown["cells"] <= 96
-    assert shown["turns"] == ends[-1]
+    assert summary["tokens"] > 512
+    assert summary["cells"] <= 96
+    assert summary["turns"] == ends[-1]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
@@ -415,18 +415,18 @@ def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path)
         *("file", "size", "saved", "kvtool", "llama_cpp", "model", "model_sha256", "policy", "parameters"),
         *("turns", "tokens", "cells", "kv_bytes", "archived", "archive_bytes", "system", "problem"),
     ]
-    shown = of_session("show", path)
-    names = re.findall(r"^(\S+(?: \S+)*)  ", shown, re.M)
+    output = of_session("show", path)
+    names = re.findall(r"^(\S+(?: \S+)*)  ", output, re.M)
     assert names == [
         *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
         *("tokens so far", "cells", "cache", "system prompt"),
     ]
     assert record["system"] == system
-    assert re.search(r"^system prompt +Be \[b\]brief\[/b\]\. And kind, and very pat\u2026 *$", shown, re.M)
-    assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", shown, re.M)
-    assert re.search(r"^eviction +every 12 tokens *$", shown, re.M)
+    assert re.search(r"^system prompt +Be \[b\]brief\[/b\]\. And kind, and very pat\u2026 *$", output, re.M)
+    assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", output, re.M)
+    assert re.search(r"^eviction +every 12 tokens *$", output, re.M)
     # the policy's line omits budget and eviction, which have their own lines
-    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", shown, re.M)
+    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", output, re.M)
 
 
 def test_turn_with_recall_appends_only_new_data_to_the_archive(talk, tmp_path):
@@ -445,8 +445,8 @@ def test_turn_with_recall_appends_only_new_data_to_the_archive(talk, tmp_path):
     n_more = len(data) - archive_file._N_FIRST - n_bytes
     assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
     assert path.stat().st_size - before[2] < 0.1 * len(data)
-    shown = json.loads(of_session("show", "--json", path))
-    assert shown["size"] == len(data) + path.stat().st_size
+    summary = json.loads(of_session("show", "--json", path))
+    assert summary["size"] == len(data) + path.stat().st_size
     assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.kvs", "chat.kvs.archive"]
 
 
@@ -472,10 +472,10 @@ def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp
         )
     assert path.read_bytes() == before
     assert exported(path) == text
-    shown = run_kvtool("session", "show", "--json", path)
-    assert shown.returncode == 9
-    assert json.loads(shown.stdout)["turns"] == 6
-    assert f"{archive} {what}" in json.loads(shown.stdout)["problem"]
+    done = run_kvtool("session", "show", "--json", path)
+    assert done.returncode == 9
+    assert json.loads(done.stdout)["turns"] == 6
+    assert f"{archive} {what}" in json.loads(done.stdout)["problem"]
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty file"])
@@ -615,9 +615,9 @@ def test_the_transcript_is_appended(talk, tmp_path):
     path = tmp_path / "said.txt"
     for turns in (TURNS[:2], TURNS[2:3]):
         assert talk(turns, *FIRST, "--transcript", path).returncode == 0
-    shown = of_session("export", tmp_path / "chat.kvs")
-    assert path.read_bytes().decode().replace("\r\n", "\n") == shown
-    assert shown.count("> line") == 3
+    transcript = of_session("export", tmp_path / "chat.kvs")
+    assert path.read_bytes().decode().replace("\r\n", "\n") == transcript
+    assert transcript.count("> line") == 3
 
 
 def test_chat_keeps_the_archive_type_of_its_session(talk, tmp_path):

@@ -193,7 +193,7 @@ def test_ctrl_c_swallows_no_key_while_text_is_selected():
 
 
 @pytest.mark.parametrize(
-    ("typed", "shown"),
+    ("typed", "expected"),
     [
         ("look @my", {'@"my dir/', '@"my file.txt"'}),
         ('look @"my d', {'@"my dir/'}),
@@ -210,7 +210,7 @@ def test_ctrl_c_swallows_no_key_while_text_is_selected():
         ("/load my dir/", {"my dir/other.kv"}),
     ],
 )
-def test_tab_completes_names_with_blanks_folders_and_sessions(tmp_path, monkeypatch, typed, shown):
+def test_tab_completes_names_with_blanks_folders_and_sessions(tmp_path, monkeypatch, typed, expected):
     monkeypatch.chdir(tmp_path)
     for folder in ("my dir", "folder"):
         (tmp_path / folder).mkdir()
@@ -221,7 +221,7 @@ def test_tab_completes_names_with_blanks_folders_and_sessions(tmp_path, monkeypa
     (tmp_path / "talk.kv.lock").touch()
     (tmp_path / "my link").symlink_to("nothing")
     completions = _Completer({"/load": None}).get_completions(Document(typed), CompleteEvent())
-    assert {completion.text for completion in completions} == shown
+    assert {completion.text for completion in completions} == expected
 
 
 @pytest.mark.parametrize(
@@ -363,13 +363,13 @@ POLICY = Busy
 
 
 def test_ctrl_c_shows_stopping_before_the_step_ends(terminal, tmp_path):
-    fifo, there = tmp_path / "fifo", tmp_path / "there"
+    fifo, started = tmp_path / "fifo", tmp_path / "there"
     os.mkfifo(fifo)
-    (tmp_path / "busy.py").write_text(BUSY.format(fifo=str(fifo), there=str(there)))
+    (tmp_path / "busy.py").write_text(BUSY.format(fifo=str(fifo), there=str(started)))
     chat = terminal("-b", 16, "--policy", tmp_path / "busy.py")
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
     chat.wait_for("reading")
-    until(there.exists)
+    until(started.exists)
     chat.type("\x03")
     try:
         chat.until("stopping")
@@ -398,7 +398,7 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
     assert "/undo takes a number" in chat.say("/undo x")
     # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.
     notice = "\nthe last turn is unchanged\n"
-    for leaving, shown in (
+    for leaving, expected in (
         ("\x03", f"> one{notice}\n> "),
         ("\x15\r", f"\n>{notice}\n> "),
         ("\x15/x\r", f"> /x{notice}there is no command '/x'; /help lists them\n\n> /x"),
@@ -406,7 +406,7 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
         chat.type("/edit-last\r")
         chat.wait_for("press Ctrl-C to keep it\n\n> one")
         chat.type(leaving)
-        chat.until(shown)
+        chat.until(expected)
         assert user_messages(path) == ["one"]
     chat.type("\x15/edit-last\r")
     chat.wait_for("\n> one")
@@ -510,13 +510,13 @@ def test_set_refuses_start_options_and_suggests_similar_settings(terminal):
     assert chat.say("/set budget 1024") == f"budget {start} --budget 1024`"
     assert chat.say("/set num_ctx") == f"num_ctx {start} --ctx-size`"
     assert chat.say("/set -t 4") == f"-t {start} --threads 4`"
-    for given in ("a b.gguf", '"a b.gguf"'):
-        assert chat.say(f"/set model {given}") == f"model {start} --model 'a b.gguf'`"
+    for value in ("a b.gguf", '"a b.gguf"'):
+        assert chat.say(f"/set model {value}") == f"model {start} --model 'a b.gguf'`"
     assert chat.say("/set system x") == "/system TEXT starts over with another system prompt"
     for wrong, right in (("temprature", "temp"), ("num_predikt", "n"), ("topp", "top_p")):
-        shown = chat.say(f"/set {wrong} 1")
-        _, _, names = shown.partition("There are: ")
-        assert shown.startswith(f"there is no setting {wrong}. Did you mean {right}")
+        output = chat.say(f"/set {wrong} 1")
+        _, _, names = output.partition("There are: ")
+        assert output.startswith(f"there is no setting {wrong}. Did you mean {right}")
         assert right in names.split(", ")
 
 
@@ -701,7 +701,7 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
     # only the = after the name is a separator; an = in the value belongs to the value
-    for typed, shown in (
+    for typed, expected in (
         ("stop x=y", 'stop  "x=y"'),
         ("stop=x=y", 'stop  "x=y"'),
         ("stop =x", 'stop  "=x"'),
@@ -712,7 +712,7 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
         ('stop ""', "stop  (none)"),
         ('json_schema ""', "json_schema  (none)"),
     ):
-        assert chat.say(f"/set {typed}") == shown
+        assert chat.say(f"/set {typed}") == expected
     assert chat.say("/set seed 7") == "seed  7"
     name, seed = chat.say("/set seed -1").split()
     assert name == "seed"
@@ -739,8 +739,8 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     assert [line.split()[0] for line in lines] == ["n", "temp", "top_k", "top_p", "min_p", "seed", "/show"]
     assert "there is no setting topp" in chat.say("/set topp 1")
     assert "n must be at least 1, or -1 for no limit, got 0" in chat.say("/set n 0")
-    shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
-    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
+    expected = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
+    assert (expected["n"], expected["top_p"]) == ("2", "0.5")
     assert "stopped after 2 tokens (-n); /set n changes the limit" in chat.say("Tell me a story.")
     assert chat.say("/show system") == "Be brief."
     assert "add_generation_prompt" in chat.say("/show template")
@@ -751,8 +751,8 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     chat.leave()
     with terminals(chat.model, "-c", 2048, "--budget", 128) as start:
         settings = start("--session", tmp_path / "chat.kv").say("/show settings")
-    shown = {line.split()[0]: line.split()[-1] for line in settings.split("\n")}
-    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
+    expected = {line.split()[0]: line.split()[-1] for line in settings.split("\n")}
+    assert (expected["n"], expected["top_p"]) == ("2", "0.5")
 
 
 def test_edit_sends_the_text_of_the_editor(terminal, tmp_path):

@@ -360,8 +360,8 @@ def test_prefill_option_selects_stream_or_whole(default_talker, prefill):
 def test_corm_works_without_a_budget(text_file, smollm2):
     means = []
     for history in (32, 40):
-        given = ("--policy", "corm", "-o", f"history={history}", "--json")
-        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 120, *given).stdout)
+        options = ("--policy", "corm", "-o", f"history={history}", "--json")
+        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 120, *options).stdout)
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])

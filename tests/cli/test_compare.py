@@ -356,7 +356,7 @@ ROWS = [
 ]
 
 
-def shown(rows=ROWS, width=110, **console):
+def table_text(rows=ROWS, width=110, **console):
     out = io.StringIO()
     printer = table_console(**({"file": out, "width": width, "_environ": {}} | console))
     compare_table.show(printer, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
@@ -368,12 +368,12 @@ def line_of(out, label):
 
 
 def test_table_shows_a_dash_if_a_perplexity_has_no_interval():
-    out = shown([row("h2o", 32, perplexity_low=None, perplexity_high=None)])
+    out = table_text([row("h2o", 32, perplexity_low=None, perplexity_high=None)])
     assert " 30.00 - " in line_of(out, "h2o")
 
 
 def test_table_marks_the_best_run_of_each_budget():
-    out = shown()
+    out = table_text()
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
     assert "*" not in line_of(out, "scissorhands")
@@ -381,33 +381,33 @@ def test_table_marks_the_best_run_of_each_budget():
     assert "*" not in line_of(out, "h2o  ")
     # equal values of a column are not marked
     assert "64.0 MiB*" not in out
-    in_colour = shown(force_terminal=True, color_system="256")
+    in_colour = table_text(force_terminal=True, color_system="256")
     assert "*" not in in_colour
     assert "bold: best of its budget" in in_colour
     assert re.search(r"\x1b\[1m *25\.00", in_colour)
 
 
 def test_differences_are_shown_with_their_margin():
-    out = shown()
+    out = table_text()
     assert " -0.250 +-0.251 " in line_of(out, "scissorhands")
     assert " +0.250 +-? " in line_of(out, "h2o:decay")
     assert " +0.250 +-0.100 " in line_of(out, "full q4_0")
-    in_colour = shown(force_terminal=True, color_system="256")
+    in_colour = table_text(force_terminal=True, color_system="256")
     assert "\x1b[2m-0.250 +-0.251" in in_colour
     assert "\x1b[2m+0.250 +-0.100" not in in_colour
 
 
 def test_table_groups_runs_by_budget_and_shows_failures_as_dashes():
-    lines = [line.split("  ")[0].strip() for line in shown().splitlines()]
+    lines = [line.split("  ")[0].strip() for line in table_text().splitlines()]
     names = ["no budget", "full", "full q4_0", "budget 64", "scissorhands", "h2o:decay=0.999"]
     names += ["budget 128", "h2o", "buzz"]
     assert [line for line in lines if line in names] == names
-    assert re.fullmatch(r"buzz( +-){9} *", line_of(shown(), "buzz"))
+    assert re.fullmatch(r"buzz( +-){9} *", line_of(table_text(), "buzz"))
 
 
 @pytest.mark.parametrize("width", [80, 110, 120])
 def test_table_fits_the_width_of_the_terminal(width):
-    out = shown(width=width, force_terminal=True, color_system=None)
+    out = table_text(width=width, force_terminal=True, color_system=None)
     assert max(map(len, out.splitlines())) <= width
     # no column is cut or wrapped
     assert "\u2026" not in out
@@ -423,11 +423,11 @@ def test_table_fits_the_width_of_the_terminal(width):
 
 def test_long_names_are_not_cut_in_a_pipe():
     label = "h2o:decay=0.999:window=16:sinks=4:score=mean:per=layer:group=max:decay_beyond=0.98"
-    out = shown([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
+    out = table_text([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
     assert line_of(out, f"{label} q8_0 ").split()[-1] == "100"
     assert line_of(out, f"x{label}").split()[1:] == ["-"] * 9
     # one line per run
-    assert len(out.splitlines()) == len(shown().splitlines()) + 2
+    assert len(out.splitlines()) == len(table_text().splitlines()) + 2
 
 
 def test_picture_has_one_line_per_policy(monkeypatch):

@@ -45,9 +45,9 @@ def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, t
     # without a GPU, all weights are in host memory, so these options change nothing
     overrides = generate("-ot", "attn_[kq]=CPU,.*=CPU", "-ncmoe", 0)
     assert (overrides.stdout, overrides.stderr) == (plain.stdout, "")
-    for options, given in ((["-ncmoe", 2], "--n-cpu-moe 2"), (["-ncmoe", 2, "-cmoe"], "--cpu-moe")):
+    for options, flag in ((["-ncmoe", 2], "--n-cpu-moe 2"), (["-ncmoe", 2, "-cmoe"], "--cpu-moe")):
         moe = generate(*options)
-        assert (moe.stdout, moe.stderr) == (plain.stdout, f"{given} does nothing: the model has no experts\n")
+        assert (moe.stdout, moe.stderr) == (plain.stdout, f"{flag} does nothing: the model has no experts\n")
     typo = generate("-ot", "attn_kv=CPU,[red]$=CPU,attn_q=CPU")
     line = "--override-tensor: no tensor of the model matches '{}'\n"
     assert (typo.stdout, typo.stderr) == (plain.stdout, line.format("attn_kv") + line.format("[red]$"))

@@ -54,9 +54,9 @@ def test_help_and_version_flags_work_for_every_command(words):
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
     # the placeholder of a value is a name in capitals, not a type; ranges are described in words
-    shown = first.split("\nExamples:")[0]
+    help_text = first.split("\nExamples:")[0]
     assert not re.search(
-        r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M
+        r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", help_text, re.M
     )
 
 
@@ -247,9 +247,9 @@ def test_options_of_llama_cpp_get_advice():
 
 
 def test_every_suggested_command_exists():
-    known = {" ".join(words) for words in COMMANDS_OF} | {"--version", "models rm"}
+    commands = {" ".join(words) for words in COMMANDS_OF} | {"--version", "models rm"}
     for group, names in near.INSTEAD.items():
-        assert set(names.values()) <= known
+        assert set(names.values()) <= commands
         at = get_command(app)
         for word in group.split()[1:]:
             at = at.commands[word]
@@ -470,14 +470,14 @@ def test_v_shows_the_traceback_of_a_user_policy_and_vv_llama_cpps_log(default_ta
     line = "kvtool: Mine.plan: RuntimeError: no idea (mine.py, line 11)\n"
     code, plain = stderr_of(*options)
     assert (code, "Traceback" in plain, plain.endswith(f"\n{line}")) == (7, False, True)
-    code, shown = stderr_of(*options, "-v")
+    code, stderr = stderr_of(*options, "-v")
     assert code == 7
-    assert 'mine.py", line 8, in plan' in shown
-    assert 'mine.py", line 11, in helper' in shown
+    assert 'mine.py", line 8, in plan' in stderr
+    assert 'mine.py", line 11, in helper' in stderr
     # -v shows the lines of the policy, but not the lines of the engine
-    assert "eviction.py" not in shown
-    assert shown.endswith(f"RuntimeError: no idea\n{line}")
-    assert "llama_context" not in shown
+    assert "eviction.py" not in stderr
+    assert stderr.endswith(f"RuntimeError: no idea\n{line}")
+    assert "llama_context" not in stderr
     assert "llama_context" in stderr_of(*options, "-vv")[1]
     code, plain = stderr_of("-n", 2, "-v")
     assert (code, "cells per row" in plain, "llama_context" in plain) == (0, True, False)

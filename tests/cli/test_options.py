@@ -83,16 +83,16 @@ def called(*arguments):
 
     Return Typer's result if Typer refuses the arguments.
     """
-    got = []
+    calls = []
 
     @options
     def command(*, tide: Tide, loud: bool = False) -> None:
-        got.append((tide, loud))
+        calls.append((tide, loud))
 
     app = typer.Typer()
     app.command()(command)
     done = CliRunner().invoke(app, [*arguments])
-    return got[0] if got else done
+    return calls[0] if calls else done
 
 
 def test_command_gets_filled_options_and_the_names_typed():

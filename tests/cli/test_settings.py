@@ -460,7 +460,7 @@ def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypat
         'parallel = "x"\nqueue = 0\n[banana]\n[models.a.generate]\ntop-p = 7\n[serve]\nprot = 1\nport = -1'
     )
     monkeypatch.setenv("KVTOOL_POLICY", "banana")
-    found = [each["wrong"] for each in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
+    problems = [each["wrong"] for each in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
     starts = (
         f"{path}: parallel must be a whole number, got 'x'",
         f"{path}: queue must be at least 1, got 0",
@@ -470,7 +470,7 @@ def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypat
         f"{path}: [serve] port must be in 0..65535, got -1",
         "$KVTOOL_POLICY: unknown policy 'banana'.",
     )
-    mistakes = [each for each in found if re.search("config|KVTOOL_", each)]
+    mistakes = [each for each in problems if re.search("config|KVTOOL_", each)]
     assert len(mistakes) == len(starts)
     assert all(each.startswith(start) for each, start in zip(mistakes, starts, strict=True))
     assert not any("\n" in each for each in mistakes)
@@ -505,12 +505,12 @@ def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeyp
 def problems(words):
     """Return doctor's remedies for wrong settings. Check that each of these problems begins with `words`."""
     done = kvtool("doctor", "--json")
-    found = [
+    problems = [
         each for each in json.loads(done.stdout)["problems"] if re.search("config|KVTOOL_", each["wrong"])
     ]
-    assert all(each["wrong"].startswith(words) for each in found)
-    assert not found or done.returncode == 1
-    return [each["command"] for each in found]
+    assert all(each["wrong"].startswith(words) for each in problems)
+    assert not problems or done.returncode == 1
+    return [each["command"] for each in problems]
 
 
 def test_config_shows_the_settings_of_one_command(file):
@@ -520,10 +520,10 @@ def test_config_shows_the_settings_of_one_command(file):
         rows = json.loads(kvtool("config", *arguments, "--json").stdout)["settings"]
         return {row["option"]: (row["value"], row["source"]) for row in rows}
 
-    shown = of("chat")
-    assert shown["--temp"] == (0.25, f"{path}: [models.smollm2-135m] temp")
-    assert shown["--top-k"] == (40, "default")
-    assert shown["--option"] == (["window=64"], f"{path}: [chat] option")
+    settings = of("chat")
+    assert settings["--temp"] == (0.25, f"{path}: [models.smollm2-135m] temp")
+    assert settings["--top-k"] == (40, "default")
+    assert settings["--option"] == (["window=64"], f"{path}: [chat] option")
     assert of("chat", "-m", "other")["--temp"] == (0.75, f"{path}: [models.other] temp")
     assert kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
 

@@ -129,19 +129,22 @@ def test_inspect_counts_archived_and_forgotten_tokens_separately(chat_model):
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
     assert result["forgotten"] == 52
     assert result["archive_bytes"] > 0
-    shown = run_kvtool("inspect", *options, stdin="word " * 20).stdout
-    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
+    output = run_kvtool("inspect", *options, stdin="word " * 20).stdout
+    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in output
 
 
 def test_session_show_prints_the_size_of_the_archive(talk, tmp_path):
     path = tmp_path / "chat.kvs"
     assert talk(TURNS[:4], *RECALL).returncode == 0
-    shown = json.loads(run_kvtool("session", "show", "--json", path).stdout)
+    summary = json.loads(run_kvtool("session", "show", "--json", path).stdout)
     # all tokens but sinks and window are archived
-    assert 0 < shown["tokens"] - shown["archived"] < 96
-    assert shown["archive_bytes"] > 0
+    assert 0 < summary["tokens"] - summary["archived"] < 96
+    assert summary["archive_bytes"] > 0
     lines = dict(line.split(None, 1) for line in run_kvtool("session", "show", path).stdout.splitlines())
-    assert lines["archive"].strip() == f"{shown['archived']:,} tokens, {format_bytes(shown['archive_bytes'])}"
+    assert (
+        lines["archive"].strip()
+        == f"{summary['archived']:,} tokens, {format_bytes(summary['archive_bytes'])}"
+    )
     path.unlink()
     assert talk(TURNS[:1], "--policy", "h2o", "--budget", 96).returncode == 0
     assert "archive" not in run_kvtool("session", "show", path).stdout
@@ -215,8 +218,8 @@ def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(talk, chat_m
     # recall has 512 cells by default. h2o has 1,024, but the trained context limits them to 512
     assert "/512 cells per row" in last
     assert ("archive" in last) == (why is None)
-    shown = json.loads(run_kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
-    assert shown["policy"] == ("h2o" if why else "recall")
+    summary = json.loads(run_kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
+    assert summary["policy"] == ("h2o" if why else "recall")
     # a continued session keeps its policy
     again = talk(TURNS[2:3], *options)
     assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
@@ -225,9 +228,9 @@ def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(talk, chat_m
             pattern.replace(r"\)\n", r"\) for each of 2 parallel requests\n"), server.lines[0]
         )
         with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-            assert http.get("/props").json()["policy"] == shown["policy"]
+            assert http.get("/props").json()["policy"] == summary["policy"]
             answer = http.post("/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
-        assert answer["kvtool"]["policy"] == shown["policy"]
+        assert answer["kvtool"]["policy"] == summary["policy"]
 
 
 def test_chat_prints_the_size_limit_of_its_archive_at_its_start(talk, tmp_path, monkeypatch):
@@ -323,7 +326,7 @@ def test_chat_shows_archived_and_forgotten_tokens(chat_model):
 
 
 @pytest.mark.parametrize(
-    ("archive_type", "sizes", "gpu", "options", "chosen"),
+    ("archive_type", "sizes", "gpu", "options", "expected"),
     [
         ("auto", (64, 64), False, {}, "iq4_nl"),
         ("auto", (64, 64), True, {}, "q8_0"),
@@ -335,11 +338,11 @@ def test_chat_shows_archived_and_forgotten_tokens(chat_model):
         ("f32", (80, 80), True, {}, "f32"),
     ],
 )
-def test_archive_type_depends_on_model_and_device(monkeypatch, archive_type, sizes, gpu, options, chosen):
+def test_archive_type_depends_on_model_and_device(monkeypatch, archive_type, sizes, gpu, options, expected):
     monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
     info = SimpleNamespace(head_size_k=sizes[0], head_size_v=sizes[1])
     run = RunOptions(archive_type=archive_type, **options)
-    assert archive.with_type(run, info).archive_type == chosen
+    assert archive.with_type(run, info).archive_type == expected
 
 
 def test_compare_applies_archive_options_to_policies_with_an_archive(chat_model, tmp_path):

@@ -97,8 +97,8 @@ def test_draft_length_depends_on_acceptance_and_cost(share, slope, least, most):
         while n_true < MAX_DRAFT and rng.random() < share:
             n_true += 1
         pace.judge(3, n_true, MAX_DRAFT)
-    chosen = [pace.choose(3, MAX_DRAFT) for _ in range(20)]
-    assert least <= min(chosen) <= max(chosen) <= most
+    lengths = [pace.choose(3, MAX_DRAFT) for _ in range(20)]
+    assert least <= min(lengths) <= max(lengths) <= most
     assert pace.choose(3, 0) == 0
 
 
@@ -106,8 +106,8 @@ def test_unprofitable_drafts_are_retried_occasionally():
     pace = timed(0.5)
     for _ in range(100):
         pace.judge(20, 0, 4)
-    chosen = [pace.choose(20, MAX_DRAFT) for _ in range(200)]
-    assert 2 <= sum(n > 0 for n in chosen) <= 8
+    lengths = [pace.choose(20, MAX_DRAFT) for _ in range(200)]
+    assert 2 <= sum(n > 0 for n in lengths) <= 8
 
 
 def test_draft_length_depends_on_the_support():
@@ -199,8 +199,8 @@ def written(path, drafter, settings, n=120, policy="recall"):
     likely = []
     # with search=all, a step attends exactly to all tokens, so rounding cannot change which clusters are
     # chosen
-    chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
-    with open_engine(path, chosen, n_draft=MAX_DRAFT, n_output=1, archive_type="f32") as engine:
+    fitted = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
+    with open_engine(path, fitted, n_draft=MAX_DRAFT, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**settings), seed=3)
         with closing(sampler):
             writer = Writer(engine, sampler, drafter)
@@ -227,15 +227,18 @@ def test_written_text_does_not_depend_on_draft_tokens(talker, its, policy):
 
 
 def test_text_that_a_schema_forces_is_drafted(talker):
-    want = {"a name that is long": "and a text that is longer"}
-    schema = {"type": "object", "properties": {"a name that is long": {"const": want["a name that is long"]}}}
-    options = {"json_schema": json.dumps(schema | {"required": [*want]})}
+    document = {"a name that is long": "and a text that is longer"}
+    schema = {
+        "type": "object",
+        "properties": {"a name that is long": {"const": document["a name that is long"]}},
+    }
+    options = {"json_schema": json.dumps(schema | {"required": [*document]})}
     drafter = Drafter(Lookup())
     without, with_guesses = (written(talker, each, options) for each in (None, drafter))
-    assert json.loads(with_guesses[0]) == want
+    assert json.loads(with_guesses[0]) == document
     assert without[:2] == with_guesses[:2]
     model = Model(talker, vocab_only=True)
-    n_forced = sum(len(model.tokenize(text)) for pair in want.items() for text in pair)
+    n_forced = sum(len(model.tokenize(text)) for pair in document.items() for text in pair)
     model.close()
     assert drafter.n_accepted >= n_forced - 2
 

@@ -77,11 +77,11 @@ def test_logits_below_the_budget_equal_llama_cpp_bit_for_bit(tiny_model, name, f
     path = tiny_model(head_dim=64)
     tokens = random_tokens(280)
     batches = np.split(tokens, [60, 61, 62, 100, 164, 200, 256, 257])
-    want = plain_logits(path, 512, batches, flash=flash, type_k=type_k, type_v=type_v)
+    expected = plain_logits(path, 512, batches, flash=flash, type_k=type_k, type_v=type_v)
     how = {"flash": flash, "type_k": type_k, "type_v": type_v, "over_budget": False}
     with open_engine(path, policies.fit(name, 512), **how) as engine:
         assert engine.context.n_cell == 512
-        assert stepped_logits(engine, batches).tobytes() == want.tobytes()
+        assert stepped_logits(engine, batches).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
@@ -113,10 +113,10 @@ def test_the_state_moves_with_the_cells(tiny_model, positions):
         n = view.n_kv
         n_plan.append(n)
         for factor, array in enumerate(state, 1):
-            known = array[:, :n] != 0
-            assert (array[:, :n] == factor * (view.pos + 1))[known].all()
+            is_marked = array[:, :n] != 0
+            assert (array[:, :n] == factor * (view.pos + 1))[is_marked].all()
             # the state is zero only for tokens that came after the last plan
-            assert (known == (view.pos < view.next - (n - len(kept_last[-1][0])))).all()
+            assert (is_marked == (view.pos < view.next - (n - len(kept_last[-1][0])))).all()
             array[:, :n] = factor * (view.pos + 1)
             assert (array[:, n:] == 0).all()
         for row, was in zip(view.pos, kept_last[-1], strict=True):
@@ -138,14 +138,14 @@ def test_a_view_says_which_token_each_cell_holds(tiny_model):
         perplexity.stream(engine, tokens)
         n, pos = engine.n_kv, engine.rows.pos[:, : engine.n_kv]
         state = _saved(engine)
-        got = state.values(0, 2).swapaxes(0, 1)
+        actual = state.values(0, 2).swapaxes(0, 1)
     # with one layer, a value depends only on its token, so it shows which token a cell holds
     with open_engine(path, policies.fit("full", 256)) as engine:
         engine.read(tokens)
         every = _saved(engine).values(0, 2).swapaxes(0, 1)
     assert n < 90
     assert not (pos == np.arange(n)).all()
-    assert np.abs(got - every[np.arange(2)[:, None], pos]).max() < 1e-4
+    assert np.abs(actual - every[np.arange(2)[:, None], pos]).max() < 1e-4
 
 
 def _saved(engine):
@@ -367,7 +367,7 @@ def test_signals_saved_after_a_failed_plan_are_not_observed_again(tiny_model):
     tokens, path = random_tokens(60), tiny_model()
     with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
         engine.read(tokens)
-        want = engine.state[0].copy()
+        expected = engine.state[0].copy()
     with open_engine(path, Summing(48, 16, [_raises]), over_budget=False) as engine:
         engine.read(tokens[:48])
         with pytest.raises(PlanError, match="not today"):
@@ -376,7 +376,7 @@ def test_signals_saved_after_a_failed_plan_are_not_observed_again(tiny_model):
     with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
         engine.restore(arrays)
         engine.read(tokens[48:])
-        np.testing.assert_array_equal(engine.state[0], want)
+        np.testing.assert_array_equal(engine.state[0], expected)
 
 
 class Stumbling(Given):
@@ -840,13 +840,13 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
     policy = Merging(48, evict_every)
     how = {"budget": 48, "slack": evict_every, "positions": positions}
     run = partial(transformer.run, transformer.Llama(path), tokens, **how)
-    want = run(keep=keep_and_merge)
+    expected = run(keep=keep_and_merge)
     without = run(keep=lambda *args, **kwargs: keep_and_merge(*args, **kwargs)[0])
     with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
-    assert np.abs(got - want.nll).max() < TOLERANCE
-    assert np.abs(got - without.nll).max() > 0.1
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
+    assert np.abs(actual - without.nll).max() > 0.1
 
 
 def test_empty_merge_equals_no_merge(tiny_model):

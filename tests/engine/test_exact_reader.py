@@ -180,11 +180,11 @@ def test_stream_continues_after_save_and_restore(tiny_model):
         engine.read(prompt)
         saved = {name: np.array(values) for name, values in engine.save()}
         engine.read(turn)
-        want = engine.context.logits()[-1].copy()
+        expected = engine.context.logits()[-1].copy()
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         engine.restore(saved)
         engine.read(turn)
-        np.testing.assert_array_equal(engine.context.logits()[-1], want)
+        np.testing.assert_array_equal(engine.context.logits()[-1], expected)
 
 
 def test_text_is_streamed_if_the_device_has_no_memory(monkeypatch, tiny_model):

@@ -77,12 +77,12 @@ def score_errors(
     model: the reference's model, if it is loaded already.
     restarts: True if gaps between positions must be closed, False if they must not, None to accept both.
     """
-    want = reference(model or path, tokens, policy, name, made, positions=positions, n_block=n_block)
+    expected = reference(model or path, tokens, policy, name, made, positions=positions, n_block=n_block)
     with open_engine(path, policy, positions=positions, **settings) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
         assert restarts in (None, engine.n_restart > 0)
-    return np.abs(got - want.nll)
+    return np.abs(actual - expected.nll)
 
 
 # policy, kind of positions, tokens between evictions, KV heads
@@ -151,18 +151,18 @@ def test_other_policies_and_options_score_like_the_definition(
 
 
 def rows_differ_like_the_definition(path, tokens, policy, name, positions):
-    want = reference(path, tokens, policy, name, positions=positions)
+    expected = reference(path, tokens, policy, name, positions=positions)
     with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
+        nll = perplexity.stream(engine, tokens)
         engine.evict_if_due()
         actual = live_positions(engine)
     assert len({len(row) for row in actual}) > 1
     if has_gpu():
         # a GPU rounds differently, so of two tokens with nearly equal scores another one may be evicted
-        assert np.median(np.abs(got - want.nll)) < TOLERANCE
+        assert np.median(np.abs(nll - expected.nll)) < TOLERANCE
     else:
-        assert np.abs(got - want.nll).max() < TOLERANCE
-        assert actual == positions_of(want.stream)
+        assert np.abs(nll - expected.nll).max() < TOLERANCE
+        assert actual == positions_of(expected.stream)
 
 
 LONGER, CELLS = ["history=5", "window=4"], ["history=8", "window=2", "t=cells"]
@@ -221,21 +221,23 @@ def test_recall_scores_like_the_definition(
     tokens = distinct_tokens(128 if positions == "original" else 250)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
-    want = reference(path, tokens, policy, "recall", made, positions=positions)
+    expected = reference(path, tokens, policy, "recall", made, positions=positions)
     # with made=False, values are a part of the keys, as with MLA, so steps recall tokens instead of synthetic
     # cells
     monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         archive, n_recalled = engine.context.archive, engine.policy.recalled
         assert archive.n > 2 * n_recalled
         recalled = None if made else archive.attended(len(engine.rows.live), n_recalled)[0]
     if has_gpu():
         # a GPU rounds differently, so another token may be chosen, and then all later scores differ
-        assert np.median(np.abs(got - want.nll)) < TOLERANCE
+        assert np.median(np.abs(actual - expected.nll)) < TOLERANCE
         return
-    assert np.abs(got - want.nll).max() < TOLERANCE
-    assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
+    assert made or recalled.tolist() == [
+        row.recalled.tolist() for rows in expected.stream.rows for row in rows
+    ]
 
 
 # only steps of few queries multiply keys in their stored format; steps of many queries (chunk=16) do not
@@ -265,9 +267,9 @@ def test_attention_to_cluster_means_scores_like_the_definition(tiny_model, chunk
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), random_tokens(900)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
-        got = perplexity.stream(engine, tokens)
-    want = reference(path, tokens, policy, "recall", exact=exact, positions="auto", n_block=256)
-    off = np.abs(got - want.nll)[300:]
+        actual = perplexity.stream(engine, tokens)
+    expected = reference(path, tokens, policy, "recall", exact=exact, positions="auto", n_block=256)
+    off = np.abs(actual - expected.nll)[300:]
     # means have 8 bits, so rounding may decide between two clusters that nearly tie
     assert np.median(off) < 2e-3
     assert np.quantile(off, 0.8) < 1e-2
@@ -315,13 +317,13 @@ def test_a_real_model_scores_like_the_definition(
     policy = policies.fit(name, 48, evict_every)
     # evictions at every token are slow, so such runs are shorter
     english = english[: 84 if evict_every == 1 else 110]
-    want = reference(smollm2_weights, english, policy, name, positions=positions)
+    expected = reference(smollm2_weights, english, policy, name, positions=positions)
     with open_engine(smollm2_f32, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, english)
+        actual = perplexity.stream(engine, english)
         assert engine.n_evicted > 30
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
     # a mean NLL this low shows that the model has read English, and not noise
-    assert want.nll[:47].mean() < 5
+    assert expected.nll[:47].mean() < 5
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
@@ -375,11 +377,11 @@ def test_long_steps_of_a_prompt_keep_the_tokens_of_the_definition(tiny_model, na
                 stream.evict(**evict)
             engine.evict_if_due()
             part = tokens[at : at + engine.room()]
-            want = stream.decode(part)
+            expected = stream.decode(part)
             if stream.n > policy.budget:
                 stream.evict(**evict)
             engine.step(part, len(part))
-            assert np.abs(engine.context.logits() - want).max() < LOGIT_TOLERANCE
+            assert np.abs(engine.context.logits() - expected).max() < LOGIT_TOLERANCE
             at += len(part)
             assert live_positions(engine) == positions_of(stream)
         assert engine.n_evicted > 200

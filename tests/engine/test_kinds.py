@@ -69,11 +69,11 @@ def test_scores_like_the_definition(path, model, name):
     # at the trained length, 130, gaps are closed, and the stored keys are rotated
     tokens = random_tokens(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
-    want = reference(model, tokens, policy, name, positions="auto")
+    expected = reference(model, tokens, policy, name, positions="auto")
     with open_engine(path, policy, positions="auto") as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert (engine.n_evicted > 0) == (engine.n_restart > 0) == (name != "full")
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
 
 
 OTHERS = [
@@ -145,7 +145,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     for segment in np.array_split(tokens[:n], -(-n // N_CTX_TRAIN)):
         stream = transformer.Stream(model, positions="auto", observe=observe)
         stream.next = streams[-1].next if streams else 0
-        want = stream.decode(segment)[-1]
+        expected = stream.decode(segment)[-1]
         streams.append(stream)
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
@@ -156,7 +156,7 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     stream.in_cache = False
     with open_engine(path, policy, prefill="whole") as engine:
         assert engine.read(tokens[:n]) == n
-        assert np.abs(engine.context.logits()[-1] - want).max() < LOGIT_TOLERANCE
+        assert np.abs(engine.context.logits()[-1] - expected).max() < LOGIT_TOLERANCE
         assert_continues_as_defined(engine, stream, tokens[n:], evict)
 
 
@@ -166,13 +166,13 @@ def test_restored_engine_continues_bit_for_bit(path):
     with open_engine(path, policy) as engine:
         perplexity.stream(engine, tokens[:101])
         saved = {name: array.copy() for name, array in engine.save()}
-        want = perplexity.stream(engine, tokens[101:])
+        expected = perplexity.stream(engine, tokens[101:])
         assert engine.n_restart
     with open_engine(path, policy) as engine:
         # fill the cache with another text. restore() must replace it
         perplexity.stream(engine, tokens[20:60])
         engine.restore(saved)
-        np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)
+        np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), expected)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ def test_whole_read_keeps_the_tokens_of_the_definition(tiny_model, name, heads, 
     with open_engine(path, policy, positions=positions, n_batch=n_batch, prefill="whole") as engine:
         small = engine.cache_bytes
         engine.read(tokens[:310])
-        want = stream.decode(tokens[:310])[-1]
+        expected = stream.decode(tokens[:310])[-1]
         evict(stream, name, policy)
-        assert np.abs(engine.context.logits()[0] - want).max() < LOGIT_TOLERANCE
+        assert np.abs(engine.context.logits()[0] - expected).max() < LOGIT_TOLERANCE
         # the large cache is freed
         if heads == "equal":
             assert engine.cache_bytes == small
@@ -146,10 +146,10 @@ def test_signals_of_ragged_rows_equal_those_of_equal_rows(tiny_model, n):
             engine.read(random_tokens(n))
         views.append(policy.views[0])
     for name in PER_CELL.values():
-        want, got = (getattr(view, name) for view in views)
-        if want is not None:
-            assert want.any(), name
-            assert np.abs(got - want).max() < 1e-4, name
+        expected, actual = (getattr(view, name) for view in views)
+        if expected is not None:
+            assert expected.any(), name
+            assert np.abs(actual - expected).max() < 1e-4, name
 
 
 def test_rows_that_share_a_budget_stream_prompts_beyond_the_context(tiny_model):
@@ -209,7 +209,7 @@ def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name
     for segment in np.array_split(tokens[:300], 3):
         part = transformer.Stream(model)
         part.next = parts[-1].next if parts else 0
-        want = part.decode(segment)
+        expected = part.decode(segment)
         parts.append(part)
     whole = transformer.join(parts, policy.n_keep)
     evict(whole, name, policy, ends=(100, 200, 300))
@@ -217,7 +217,7 @@ def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name
     whole.in_cache = False
     with open_engine(path, policy, prefill="whole") as engine:
         engine.read(tokens[:300])
-        assert np.abs(engine.context.logits()[0] - want[-1]).max() < LOGIT_TOLERANCE
+        assert np.abs(engine.context.logits()[0] - expected[-1]).max() < LOGIT_TOLERANCE
         # the next plan also gives the same result, because the signals of the kept cells were not lost
         assert_continues_as_defined(engine, whole, tokens[300:], lambda: evict(whole, name, policy))
 

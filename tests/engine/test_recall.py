@@ -50,9 +50,9 @@ def test_recalling_the_whole_archive_equals_the_full_cache(
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
     forgetting = scores(path, policies.fit("streamingllm", 64, 16), tokens, **settings)
     with open_engine(path, fit(128, recalled=64, search=search), archive_type=kind, **settings) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.context.archive.n == 64
-    assert np.abs(got - full).max() < tolerance < np.abs(forgetting - full).max()
+    assert np.abs(actual - full).max() < tolerance < np.abs(forgetting - full).max()
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
@@ -68,11 +68,11 @@ def test_synthetic_cells_equal_the_full_cache(tiny_model, n_head_kv, flash, kind
     forgetting = scores(path, policies.fit("streamingllm", 48, 16), tokens, **settings)
     policy = fit(search="all")
     with open_engine(path, policy, archive_type=kind, **settings) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.policy.recall.n_cell == 4 // n_head_kv
         assert engine.n_archived > 150
         assert engine.n_kv + engine.policy.recall.n_cell <= policy.budget
-    assert np.abs(got - full).max() < tolerance < np.abs(forgetting - full).max()
+    assert np.abs(actual - full).max() < tolerance < np.abs(forgetting - full).max()
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2])
@@ -84,9 +84,9 @@ def test_quantized_synthetic_keys_give_each_head_its_logit(tiny_model, n_head_kv
     path, tokens = tiny_model(n_head_kv=n_head_kv, n_layer=1), random_tokens(200)
     settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
-    got = scores(path, fit(search="all"), tokens, archive_type="f32", **settings)
+    actual = scores(path, fit(search="all"), tokens, archive_type="f32", **settings)
     # the tolerance is larger on a GPU, because a GPU may round queries in addition to keys
-    assert np.abs(got - full).max() < (0.09 if has_gpu() else tolerance)
+    assert np.abs(actual - full).max() < (0.09 if has_gpu() else tolerance)
 
 
 def test_archived_keys_and_values_may_have_different_types(tiny_model):
@@ -131,8 +131,8 @@ def test_biases_of_keys_do_not_spoil_keys_of_4_bits(tiny_model, options, shape, 
 def test_synthetic_cells_equal_the_full_cache_with_capped_logits(tiny_model, n_head_kv):
     path, tokens = tiny_model("gemma2", n_head_kv=n_head_kv), random_tokens(200)
     full = scores(path, policies.fit("full", 256, 0), tokens, n_batch=16)
-    got = scores(path, fit(search="all"), tokens, archive_type="f32")
-    assert np.abs(got - full).max() < TOLERANCE
+    actual = scores(path, fit(search="all"), tokens, archive_type="f32")
+    assert np.abs(actual - full).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("params", [{"exact": 100}, {"recalled": 9, "exact": 100}], ids=["made", "tokens"])
@@ -241,11 +241,11 @@ def test_small_archive_is_within_its_limit_and_ends_at_the_window(tiny_model, ar
 
 def test_recall_with_an_empty_archive_equals_streamingllm_bit_for_bit(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), random_tokens(64)
-    want = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)
+    expected = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)
     with open_engine(path, fit(98)) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.context.archive.n == 0
-    assert np.abs(got - want).max() <= (1e-5 if ON_CUDA else 0)
+    assert np.abs(actual - expected).max() <= (1e-5 if ON_CUDA else 0)
 
 
 def test_attention_to_archived_tokens_equals_the_full_cache(tiny_model):
@@ -258,11 +258,11 @@ def test_attention_to_archived_tokens_equals_the_full_cache(tiny_model):
     with open_engine(path, policies.fit("tova", 256, 1)) as engine:
         perplexity.stream(engine, tokens[:-1])
         engine.step(tokens[-1:])
-        want = np.stack([signal[:, :200] for signal in engine.signals.read().values()])[0]
+        expected = np.stack([signal[:, :200] for signal in engine.signals.read().values()])[0]
     for row in range(4):
         assert pos[row, :n].tolist() == list(range(4, 4 + n))
         assert (pos[row, n:] == -1).all()
-        assert np.abs(attn[row, :n] - want[row, 4 : 4 + n]).max() < TOLERANCE
+        assert np.abs(attn[row, :n] - expected[row, 4 : 4 + n]).max() < TOLERANCE
 
 
 def test_full_archive_forgets_the_oldest_tokens(tiny_model):
@@ -299,13 +299,13 @@ def test_restored_stream_continues_bit_for_bit(tiny_model, params, n_ctx, n_save
     with open_engine(path, policy, **settings) as engine:
         perplexity.stream(engine, tokens[:n_saved])
         saved = {name: array.copy() for name, array in engine.save()}
-        want = perplexity.stream(engine, tokens[n_saved:])
+        expected = perplexity.stream(engine, tokens[n_saved:])
         assert engine.n_restart > 0
     with open_engine(path, policy, **settings) as engine:
         # the second `restore` replaces the contents of the first
         for _ in range(2):
             engine.restore(saved)
-            assert (perplexity.stream(engine, tokens[n_saved:]) == want).all()
+            assert (perplexity.stream(engine, tokens[n_saved:]) == expected).all()
 
 
 def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
@@ -592,8 +592,8 @@ def test_resize_leaves_room_for_recalled_tokens(tiny_model, flash):
                 with pytest.raises(LibraryError, match=why):
                     context.resize(np.full(len(context.layer_cells), n))
 
-    want, got = (np.concatenate(list(stream(sizes))) for sizes in ((0, 0, 0), (0, 512, 256)))
-    assert np.abs(got - want).max() < TOLERANCE
+    expected, actual = (np.concatenate(list(stream(sizes))) for sizes in ((0, 0, 0), (0, 512, 256)))
+    assert np.abs(actual - expected).max() < TOLERANCE
 
 
 def test_cells_for_recalled_tokens_hold_no_live_tokens(tiny_model):
@@ -652,9 +652,9 @@ def path_of_file(tmp_path):
 
 def test_archive_in_a_file_equals_the_archive_in_memory(tiny_model, path_of_file):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), random_tokens(1500)
-    want = scores(path, fit(), tokens, archive=700)
+    expected = scores(path, fit(), tokens, archive=700)
     with open_engine(path, fit(), archive=700, archive_file=path_of_file) as engine:
-        assert (perplexity.stream(engine, tokens) == want).all()
+        assert (perplexity.stream(engine, tokens) == expected).all()
         assert os.listdir(os.path.dirname(path_of_file)) == []
         archive, archive_bytes = engine.context.archive, engine.archive_bytes
         assert (archive.n, archive.file) == (700, path_of_file)
@@ -662,7 +662,7 @@ def test_archive_in_a_file_equals_the_archive_in_memory(tiny_model, path_of_file
         saved = {name: array.copy() for name, array in engine.save()}
         engine.reset()
         assert engine.archive_bytes == 0
-        assert (perplexity.stream(engine, tokens) == want).all()
+        assert (perplexity.stream(engine, tokens) == expected).all()
         engine.restore(saved)
         assert dict(archive.save())["archive.1"].tolist() == saved["archive.1"].tolist()
 
@@ -732,7 +732,7 @@ def test_stream_continues_when_a_full_disk_has_room_again(tiny_model, path_of_fi
         return engine.context.logits().copy(), dict(engine.context.archive.save())
 
     with open_engine(path, fit()) as engine:
-        want = read(engine)
+        expected = read(engine)
     with open_engine(path, fit(), archive_file=path_of_file) as engine:
         archive = engine.context.archive
         with full_after(3 * archive.slab_bytes + 4096):
@@ -741,9 +741,9 @@ def test_stream_continues_when_a_full_disk_has_room_again(tiny_model, path_of_fi
                     read(engine)
                 assert 2 * archive.slab_bytes < archive.n_bytes <= 3 * archive.slab_bytes
                 assert 768 - 16 < archive.span.stop <= 768 < engine.n_past
-        got = read(engine)
-    assert (got[0] == want[0]).all()
-    assert all((got[1][name] == array).all() for name, array in want[1].items())
+        actual = read(engine)
+    assert (actual[0] == expected[0]).all()
+    assert all((actual[1][name] == array).all() for name, array in expected[1].items())
 
 
 def test_table_has_no_synthetic_cells_without_archived_tokens(tiny_model):

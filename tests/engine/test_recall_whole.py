@@ -218,7 +218,7 @@ def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_mod
     path, tokens = tiny_model(n_head_kv=2), random_tokens(700)
     with open_writer(path, prefill="whole") as writer:
         writer.read(tokens)
-        want = writer.engine.context.logits()[-1].copy()
+        expected = writer.engine.context.logits()[-1].copy()
     beside_gpu(monkeypatch, 2**40)
     with open_writer(path, prefill=None) as writer:
         engine = writer.engine
@@ -241,7 +241,7 @@ def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_mod
         writer.read(tokens[20:600])
         writer.read(tokens[600:610])
         writer.read(tokens[610:])
-        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], expected)
     for prefill in ("stream", "whole"):
         with open_writer(path, prefill=prefill) as writer:
             writer.read(tokens[:100])
@@ -253,7 +253,7 @@ def test_stop_during_a_reread_loses_no_tokens(monkeypatch, tiny_model):
     beside_gpu(monkeypatch, 2**40)
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens)
-        want = writer.engine.context.logits()[-1].copy()
+        expected = writer.engine.context.logits()[-1].copy()
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:100])
         mark = writer.save()
@@ -269,7 +269,7 @@ def test_stop_during_a_reread_loses_no_tokens(monkeypatch, tiny_model):
         assert writer.rewind(100, mark)
         np.testing.assert_array_equal(writer.unread, tokens[:100])
         assert writer.read(tokens[100:])
-        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], expected)
 
 
 def test_tokens_unknown_to_the_writer_prevent_a_reread(monkeypatch, tiny_model):

@@ -96,7 +96,7 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
         engine.read(random_tokens(48))
         archive = engine.context.archive
         cells = saved_state.parse(engine.context.state())
-        want = [
+        expected = [
             np.stack([cells.keys(layer, n_head_kv), cells.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
@@ -111,7 +111,7 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             sent, received = (new - old for new, old in zip(meter.read(), before, strict=True))
             n_bytes = [received["get"], sent["graph"]]
         archived = archive.read(archive.end - len(LEAVING), archive.end).view(np.float32)
-        return np.array_equal(archived.reshape(-1), np.array(want).reshape(-1)), n_bytes
+        return np.array_equal(archived.reshape(-1), np.array(expected).reshape(-1)), n_bytes
 
 
 def client(endpoint, file, *paths):
@@ -168,27 +168,27 @@ def both(request, remote, path):
 
 
 def test_recall_over_rpc_gives_the_local_results(both):
-    there, here = both
-    assert len(here["nll"]) == N_FIRST + N_LATER - 2
-    assert np.abs(np.subtract(there["nll"], here["nll"])).max() < 1e-4
-    assert np.abs(np.subtract(there["logits"], here["logits"])).max() < 1e-3
-    assert np.argmax(there["logits"]) == np.argmax(here["logits"])
+    remote, local = both
+    assert len(local["nll"]) == N_FIRST + N_LATER - 2
+    assert np.abs(np.subtract(remote["nll"], local["nll"])).max() < 1e-4
+    assert np.abs(np.subtract(remote["logits"], local["logits"])).max() < 1e-3
+    assert np.argmax(remote["logits"]) == np.argmax(local["logits"])
 
 
 def test_archive_equals_the_local_archive(both):
-    there, here = both
-    assert here["span"][1] - here["span"][0] == N_ARCHIVE
-    assert (there["span"], there["bytes"]) == (here["span"], here["bytes"])
+    remote, local = both
+    assert local["span"][1] - local["span"][0] == N_ARCHIVE
+    assert (remote["span"], remote["bytes"]) == (local["span"], local["bytes"])
     # up to 1 % of the stored bytes may differ because of rounding
-    assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
+    assert np.mean(np.not_equal(remote["stored"], local["stored"])) < 0.01
 
 
 def test_saved_stream_continues_over_rpc_and_locally(both):
-    there, here = both
-    rest = there["nll"][N_FIRST - 1 :]
-    assert there["again"] == rest
-    assert np.abs(np.subtract(there["here"], rest)).max() < 1e-4
-    assert np.abs(np.subtract(there["there"], here["again"])).max() < 1e-4
+    remote, local = both
+    rest = remote["nll"][N_FIRST - 1 :]
+    assert remote["again"] == rest
+    assert np.abs(np.subtract(remote["here"], rest)).max() < 1e-4
+    assert np.abs(np.subtract(remote["there"], local["again"])).max() < 1e-4
 
 
 def test_archive_file_over_rpc_gives_the_local_results(remote, path):

@@ -251,7 +251,7 @@ def test_cells_of_residents_are_counted_and_freed(tiny_model):
 def test_rewound_and_restored_streams_continue_like_an_uninterrupted_one(tiny_model, arch):
     path, tokens = tiny_model(arch, n_ctx_train=2048), random_tokens(N_PROMPT + N_LATER)
     settings = HALF | {"prefill": "exact", "resident": ALL}
-    want, _ = written(path, fit(), tokens, resident=ALL)
+    expected, _ = written(path, fit(), tokens, resident=ALL)
     with open_engine(path, fit(), **settings) as engine:
         engine.read(tokens[:N_PROMPT])
         for token in random_tokens(30, seed=5):
@@ -263,13 +263,13 @@ def test_rewound_and_restored_streams_continue_like_an_uninterrupted_one(tiny_mo
         engine.read(tokens[n_kept:N_PROMPT])
         for token in tokens[N_PROMPT : N_PROMPT + 20]:
             engine.step(np.array([token]))
-        assert np.abs(engine.context.logits()[-1] - want[19]).max() < ROUGH
+        assert np.abs(engine.context.logits()[-1] - expected[19]).max() < ROUGH
         saved = {name: np.array(values) for name, values in engine.save()}
     with open_engine(path, fit(), **settings) as engine:
         engine.restore(saved)
         for token in tokens[N_PROMPT + 20 :]:
             engine.step(np.array([token]))
-        assert np.abs(engine.context.logits()[-1] - want[-1]).max() < ROUGH
+        assert np.abs(engine.context.logits()[-1] - expected[-1]).max() < ROUGH
         assert engine.residents.n_token == ALL
 
 
@@ -288,7 +288,7 @@ def test_recurrent_layers_without_an_earlier_state_have_no_residents(tiny_model)
 @pytest.mark.usefixtures("always_repeated")
 def test_drafts_with_residents_give_the_logits_of_single_tokens(tiny_model, arch):
     path, tokens = tiny_model(arch, n_ctx_train=2048), random_tokens(N_PROMPT + N_LATER)
-    want, _ = written(path, fit(), tokens, resident=ALL)
+    expected, _ = written(path, fit(), tokens, resident=ALL)
     settings = HALF | {"prefill": "exact", "resident": ALL, "n_draft": 4}
     with open_engine(path, fit(), **settings) as engine:
         engine.read(tokens[:N_PROMPT])
@@ -300,7 +300,7 @@ def test_drafts_with_residents_give_the_logits_of_single_tokens(tiny_model, arch
             engine.draft(step)
             n_right = max(n, 1)
             logits = engine.context.logits()[:n_right]
-            assert np.abs(logits - want[at - N_PROMPT : at - N_PROMPT + n_right]).max() < ROUGH
+            assert np.abs(logits - expected[at - N_PROMPT : at - N_PROMPT + n_right]).max() < ROUGH
             engine.drop_drafts(len(step) - n_right)
             at += n_right
         assert engine.residents.n_repeated

@@ -60,8 +60,8 @@ def check_back(engine, fresh, n, n_later, tolerance):
     assert engine.rewind(n) == n
     assert not engine.context.has_logits
     assert state(engine) == expected
-    got, expected = (logits(each, tokens[n:]) for each in (engine, fresh))
-    assert np.abs(got - expected).max() < tolerance
+    actual, expected = (logits(each, tokens[n:]) for each in (engine, fresh))
+    assert np.abs(actual - expected).max() < tolerance
     assert state(engine) == state(fresh)
 
 

@@ -146,10 +146,10 @@ def test_edits_on_the_server_score_like_local_edits(remote, tiny_model, number):
     buffers = re.findall(r"(\S+) KV buffer size", log)
     assert len(buffers) == (2 if "gemma3" in run else 1)
     assert all(buffer.startswith("RPC0") for buffer in buffers)
-    here = [np.array(part) for part in score(model_of(tiny_model, *run[3:]), *run)]
-    there = [np.array(part) for part in remote[0]["results"][number]]
-    assert len(here[0]) == N_TOKENS - 1
-    for expected, actual in zip(here, there, strict=True):
+    local_results = [np.array(part) for part in score(model_of(tiny_model, *run[3:]), *run)]
+    remote_results = [np.array(part) for part in remote[0]["results"][number]]
+    assert len(local_results[0]) == N_TOKENS - 1
+    for expected, actual in zip(local_results, remote_results, strict=True):
         assert expected.shape == actual.shape
         assert np.abs(expected - actual).max() < 1e-4
 

@@ -64,14 +64,14 @@ def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
         engine.read(tokens[:1650])
         saved, computed = in_memory(engine), clusters(engine)
         assert {is_far for _, is_far in computed} == {True, False}
-        want = perplexity.stream(engine, tokens[1650:])
+        expected = perplexity.stream(engine, tokens[1650:])
     names = [name for name in saved if name.startswith(CLUSTERS)]
     assert len(names) == 3
     rng = np.random.default_rng(1)
     other = {name: rng.integers(0, 256, len(saved[name]), np.uint8) for name in names[1:]}
     wrong_flags = saved[CLUSTERS].copy()
     wrong_flags[:, 2] = 1 - wrong_flags[:, 2]
-    for given, is_known in (
+    for arrays, is_known in (
         (saved, True),
         # a state without clusters, as earlier versions saved it. The clusters are computed again
         ({name: array for name, array in saved.items() if name not in names}, True),
@@ -83,12 +83,12 @@ def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
         (saved | other | {CLUSTERS: wrong_flags}, True),
     ):
         with opened(path) as engine:
-            engine.restore(given)
+            engine.restore(arrays)
             assert (clusters(engine) == computed) == is_known
             assert b"".join(clusters(engine).values()) == (
                 b"".join(computed.values() if is_known else (other[name].tobytes() for name in names[1:]))
             )
-            assert (perplexity.stream(engine, tokens[1650:]) == want).all() == is_known
+            assert (perplexity.stream(engine, tokens[1650:]) == expected).all() == is_known
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])

@@ -264,8 +264,8 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     assert holds(aside, first)
     assert holds(path, second)
     # neither chat writes into the file of the other
-    for where, stream, end in ((aside, 1, 120), (path, 2, 140)):
-        turn(where, Archive(stream, end))
+    for folder, stream, end in ((aside, 1, 120), (path, 2, 140)):
+        turn(folder, Archive(stream, end))
     assert holds(path, Archive(2, 140))
     assert holds(aside, Archive(1, 120))
     session.delete(aside)

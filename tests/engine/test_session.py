@@ -195,12 +195,12 @@ def test_session_with_summed_recent_attention_is_restored(tiny_model):
         engine.read(tokens[:48])
         saved = {name: array.copy() for name, array in engine.save()}
         engine.read(tokens[48:49])
-        want = live_positions(engine)
+        expected = live_positions(engine)
     saved["recent"] = saved["recent"].sum(axis=0)
     with open_engine(path, policies.fit("snapkv", 48, 8), over_budget=False) as engine:
         engine.restore(saved)
         engine.read(tokens[48:49])
-        assert live_positions(engine) == want
+        assert live_positions(engine) == expected
 
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
@@ -231,7 +231,7 @@ def test_session_saved_over_the_budget_is_restored(tiny_model):
         assert engine.n_kv == 60
         saved = {name: array.copy() for name, array in engine.save()}
         del engine.cache.check
-        want = scores(engine, tokens[60:])
+        expected = scores(engine, tokens[60:])
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.restore(saved)
-        np.testing.assert_array_equal(scores(engine, tokens[60:]), want)
+        np.testing.assert_array_equal(scores(engine, tokens[60:]), expected)

@@ -43,11 +43,11 @@ def assert_scored_alike(off, name):
 
 def test_text_without_evictions_scores_like_the_definition(gemma3):
     path, tokens = gemma3(), random_tokens(200)
-    want = transformer.run(transformer.Llama(path), tokens)
+    expected = transformer.run(transformer.Llama(path), tokens)
     with open_engine(path, policies.fit("full", 256)) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.context.row_layers.tolist() == [1, 1, 3, 3]
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
 
 
 @pytest.mark.share(2, "positions", "evict_every")
@@ -84,14 +84,14 @@ def test_rotation_of_keys_in_other_types_adds_little_error(tiny_model, type_k):
 def test_logits_without_evictions_equal_llama_cpp_bit_for_bit(gemma3, name):
     path, tokens = gemma3(), random_tokens(200)
     batches = np.split(tokens, range(16, len(tokens), 16))
-    want = plain_logits(path, 256, batches, n_batch=16)
+    expected = plain_logits(path, 256, batches, n_batch=16)
     with open_engine(path, policies.fit(name, 256, 16)) as engine:
-        got = stepped_logits(engine, batches)
+        actual = stepped_logits(engine, batches)
     if transformer.half_precision and name != "full":
         # to compute signals, a device uses other kernels, which round differently
-        assert np.abs(got - want).max() < TOLERANCE
+        assert np.abs(actual - expected).max() < TOLERANCE
     else:
-        assert got.tobytes() == want.tobytes()
+        assert actual.tobytes() == expected.tobytes()
 
 
 def test_the_real_gemma_gives_the_logits_of_llama_cpp():
@@ -99,12 +99,12 @@ def test_the_real_gemma_gives_the_logits_of_llama_cpp():
         pytest.skip("gemma3-270m is not downloaded")
     batches = np.random.default_rng(0).integers(1000, 200000, (2, 16)).astype(np.int32)
     with open_engine(gemma.path, policies.fit("full", 256), n_batch=16, n_output=16) as engine:
-        got = stepped_logits(engine, batches)
+        actual = stepped_logits(engine, batches)
         layers = engine.model.layers
         assert engine.context.n_row == layers.n_row == 3
         sliding = layers.swa_bytes(16, "f32", "f32")
         assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + sliding
-    assert got.tobytes() == plain_logits(gemma.path, 256, batches, n_batch=16).tobytes()
+    assert actual.tobytes() == plain_logits(gemma.path, 256, batches, n_batch=16).tobytes()
 
 
 @pytest.mark.parametrize("n_batch", [64, 256])

@@ -137,8 +137,8 @@ each_run = pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map
 @each_run
 def test_edits_on_a_spare_score_like_local_edits(remote, path, number):
     name, flash, kind, _ = RUNS[number]
-    here, *_ = run(path, name, flash, kind, 0)
-    off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
+    local, *_ = run(path, name, flash, kind, 0)
+    off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(local)).max(axis=1)
     assert len(off) == N_BEFORE + N_COUNTED
     # values in half precision or 8 bits sometimes differ because of rounding
     assert np.median(off) < 1e-4

@@ -157,8 +157,8 @@ def test_models_show_says_how_many_files(parts):
     result = run_kvtool("models", "show", parts[1])
     assert " in 3 files" in result.stdout
     assert result.stderr.endswith(": reading the first part, chat-F32-00001-of-00003.gguf\n")
-    shown = run_kvtool("models", "show", parts[0], "--json")
-    assert (json.loads(shown.stdout)["parts"], shown.stderr) == (3, "")
+    done = run_kvtool("models", "show", parts[0], "--json")
+    assert (json.loads(done.stdout)["parts"], done.stderr) == (3, "")
 
 
 # texts and chats of a model in parts

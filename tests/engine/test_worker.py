@@ -310,13 +310,13 @@ def session_parts(path):
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_killed_worker_loses_only_the_current_reply(workers, model, tmp_path, policy):
     long = ["-n", "200"]
-    here, there = tmp_path / "here.kvs", tmp_path / "there.kvs"
-    whole = chat(model, here, TURNS, policy, *long)
+    local, remote = tmp_path / "here.kvs", tmp_path / "there.kvs"
+    whole = chat(model, local, TURNS, policy, *long)
     assert whole.returncode == 0
     start = RECALL_LINE if policy == "recall" else ""
     assert re.fullmatch(start, whole.stderr)
 
-    command = [*KVTOOL, "chat", "-m", model, "--session", there, "--policy", policy, "--budget", "96"]
+    command = [*KVTOOL, "chat", "-m", model, "--session", remote, "--policy", policy, "--budget", "96"]
     pipe = subprocess.PIPE
     process = fork_server.Popen(
         [*command, *EXACT, *long, *rpc_of(workers)], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe
@@ -328,7 +328,7 @@ def test_killed_worker_loses_only_the_current_reply(workers, model, tmp_path, po
         process.stdin.write(TURNS[0].encode() + b"\n")
         process.stdin.flush()
         # the session is saved before the end of the turn is printed
-        until(lambda: (there.exists() and there.stat().st_size) or process.poll() is not None)
+        until(lambda: (remote.exists() and remote.stat().st_size) or process.poll() is not None)
         before = len(b"".join(out))
         process.stdin.write(TURNS[1].encode() + b"\n")
         process.stdin.flush()
@@ -340,17 +340,17 @@ def test_killed_worker_loses_only_the_current_reply(workers, model, tmp_path, po
     (line,) = re.sub(f"{start}{CUT_LINE}", "", stderr).strip().split("\n")
     names = f"{workers[0].endpoint}, {workers[1].endpoint}"
     assert line.startswith(f"kvtool: one of {names} does not answer; restart it, then repeat this command")
-    assert session_parts(there)["n_turn"] == 1
+    assert session_parts(remote)["n_turn"] == 1
 
-    gone = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers))
-    assert gone.returncode == 4
-    assert f"no worker answers at {workers[1].endpoint}; start one there" in gone.stderr
+    done = chat(model, remote, TURNS[1:], policy, *long, *rpc_of(workers))
+    assert done.returncode == 4
+    assert f"no worker answers at {workers[1].endpoint}; start one there" in done.stderr
 
     workers[1] = Worker(workers[1].port, "--mem", "64MiB").serves()
-    again = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
+    again = chat(model, remote, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
     assert again.returncode == 0, again.stderr[-2000:]
-    assert session_parts(there) == session_parts(here)
-    assert session_parts(here)["n_past"] > 400
+    assert session_parts(remote) == session_parts(local)
+    assert session_parts(local)["n_past"] > 400
     # both workers hold keys and values
     both = {f"RPC0[{worker.endpoint}]" for worker in workers}
     assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == both
@@ -366,7 +366,7 @@ def test_compare_over_two_workers_gives_the_local_results(workers, model, tmp_pa
         assert done.returncode == 0, done.stderr
         assert (f"RPC0[{workers[1].endpoint}] KV buffer" in done.stderr) == bool(more)
         results.append([json.loads(line) for line in done.stdout.splitlines()])
-    for here, there in zip(*results, strict=True):
-        assert (here["rpc"], there["rpc"]) == ([], [worker.endpoint for worker in workers])
-        assert there["nll"] == pytest.approx(here["nll"], abs=1e-4)
-        assert there["kl"] == pytest.approx(here["kl"], abs=1e-4)
+    for local, remote in zip(*results, strict=True):
+        assert (local["rpc"], remote["rpc"]) == ([], [worker.endpoint for worker in workers])
+        assert remote["nll"] == pytest.approx(local["nll"], abs=1e-4)
+        assert remote["kl"] == pytest.approx(local["kl"], abs=1e-4)

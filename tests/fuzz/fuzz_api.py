@@ -315,10 +315,10 @@ class Fuzz:
             return
         assert n == N_LAYER * N_HEAD_KV * N_GROUP * N_DIM
         values, pos = np.empty((self.n_query, n), np.float32), np.empty(self.n_query, np.int32)
-        where = values.ctypes.data, pos.ctypes.data
-        check(lib.llama_kvtool_get_queries(self.pointer, *where))
+        pointers = values.ctypes.data, pos.ctypes.data
+        check(lib.llama_kvtool_get_queries(self.pointer, *pointers))
         assert (pos >= 0).sum() == min(self.n_asked, self.n_query)
-        check(lib.llama_kvtool_set_queries(self.pointer, *where))
+        check(lib.llama_kvtool_set_queries(self.pointer, *pointers))
         again, again_pos = np.empty_like(values), np.empty_like(pos)
         check(lib.llama_kvtool_get_queries(self.pointer, again.ctypes.data, again_pos.ctypes.data))
         np.testing.assert_array_equal(again, values)
@@ -356,8 +356,8 @@ class Fuzz:
             why = ""
         except LibraryError as error:
             why = str(error)
-        where = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {why}"
-        assert ok == (not why), where
+        call = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {why}"
+        assert ok == (not why), call
         self.counts["decode", "done" if ok else "refused"] += 1
         if not ok:
             return
@@ -384,8 +384,8 @@ class Fuzz:
         src, delta = rng.integers(0, min(self.cells), len(at)), rng.choice([0, 0, 5, -9, 1000], len(at))
         moves = np.stack([row, dst, src, delta], axis=1).astype(np.int64)
         terms = []
-        for where in rng.permutation(N_ROW * min(self.cells))[: int(rng.choice([0, 0, 1, 6, 30]))]:
-            row, cell = divmod(int(where), min(self.cells))
+        for index in rng.permutation(N_ROW * min(self.cells))[: int(rng.choice([0, 0, 1, 6, 30]))]:
+            row, cell = divmod(int(index), min(self.cells))
             for _ in range(int(rng.choice([1, 2, 3, 7]))):
                 terms.append([row, cell, int(rng.integers(0, min(self.cells))), float(rng.normal())])
         n_hidden = 0 if self.ragged or self.maybe(0.9) else int(rng.integers(0, n_keep + 1))
@@ -533,16 +533,16 @@ class Fuzz:
     def copy(self):
         """Read a layer's tokens from the archive. Write the same bytes, or random bytes, into the archive."""
         layer = self.one_of(0, 1, 0, 1, 0, 1, -1, N_LAYER, LARGEST)
-        known = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
-        begin, end = (int(n) for n in np.sort(self.rng.integers(known[0], known[1] + 1, 2)))
+        layer_span = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
+        begin, end = (int(n) for n in np.sort(self.rng.integers(layer_span[0], layer_span[1] + 1, 2)))
         if self.maybe(0.2):
-            begin, end = known
+            begin, end = layer_span
         if self.maybe(0.2):
             wrong = (
                 (end + 1, end),
                 (-1, end),
-                (known[0] - 1, end),
-                (begin, known[1] + 1),
+                (layer_span[0] - 1, end),
+                (begin, layer_span[1] + 1),
                 (0, MAX_POSITION + 1),
             )
             begin, end = wrong[self.rng.integers(len(wrong))]
@@ -551,7 +551,7 @@ class Fuzz:
         may = self.n_recall > 0 and 0 <= layer < N_LAYER and begin <= end
         data = np.zeros(n + 1, np.uint8)
         status = lib.llama_kvtool_get_archive(self.pointer, layer, data.ctypes.data, begin, end)
-        ok = may and known[0] <= begin and end <= known[1]
+        ok = may and layer_span[0] <= begin and end <= layer_span[1]
         self.expect("get_archive", status, ok)
         assert not ok or status == n
         if self.maybe(0.5):
@@ -585,9 +585,9 @@ class Fuzz:
         n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
         self.expect("get_archive_table", n, self.n_recall > 0)
         table = np.zeros(max(n, 3), np.int64)
-        given = n + self.one_of(0, 0, 1, -1, -n)
-        status = lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, given)
-        self.expect("get_archive_table", status, self.n_recall > 0 and given == n)
+        n_given = n + self.one_of(0, 0, 1, -1, -n)
+        status = lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, n_given)
+        self.expect("get_archive_table", status, self.n_recall > 0 and n_given == n)
         if status < 0 and self.n_recall:
             check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, n))
         if self.maybe(0.5) and len(table) == 3:
@@ -659,12 +659,12 @@ class Fuzz:
             path, is_new = [(path, True), (path, True), (folder, False), (path / "file", False)][
                 self.one_of(0, 1, 2, 3)
             ]
-            given = None if self.maybe(0.1) else os.fsencode(path)
+            path_arg = None if self.maybe(0.1) else os.fsencode(path)
             is_free = (
                 self.n_recall > 0 and not self.has_file and not lib.llama_kvtool_archive_bytes(self.pointer)
             )
-            ok = is_free and is_new and given is not None
-            self.expect("archive_file", lib.llama_kvtool_archive_file(self.pointer, given), ok)
+            ok = is_free and is_new and path_arg is not None
+            self.expect("archive_file", lib.llama_kvtool_archive_file(self.pointer, path_arg), ok)
             assert os.listdir(folder) == []
         self.has_file |= ok
 

@@ -87,8 +87,8 @@ class Wire:
     """A connection that sends given bytes and parses the answers."""
 
     def __init__(self, url):
-        where = urlsplit(url)
-        self._socket = socket.create_connection((where.hostname, where.port), timeout=TIMEOUT_S)
+        address = urlsplit(url)
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S)
         self._file = _Kept(_Incoming(self._socket, "r"))
 
     def __enter__(self):
@@ -241,10 +241,10 @@ class Fuzz:
         data = bytearray(body[:20_000])
         for _ in range(self.rng.randint(1, 8)):
             at = self.rng.randint(0, len(data))
-            way = self.rng.randrange(3)
-            if way == 0:
+            kind = self.rng.randrange(3)
+            if kind == 0:
                 data[at : at + 1] = bytes([self.rng.randrange(256)])
-            elif way == 1:
+            elif kind == 1:
                 del data[at : at + self.rng.randint(1, 20)]
             else:
                 parts = [b"\xff", b"\0", b"\xed\xa0\x80", b'"', b"{", b"]", b"\\ud800", b"1e999"]
@@ -271,10 +271,10 @@ class Fuzz:
             part = body[at : at + self.rng.choice([1, 10, 1000, 100_000])][: max(len(body) // 50, 10)]
             data += b"%x\r\n%s\r\n" % (len(part), part)
             at += len(part)
-        way = self.rng.randrange(4)
-        if way == 0:
+        kind = self.rng.randrange(4)
+        if kind == 0:
             return self.ask(sent, data + b"0\r\n\r\n")
-        if way == 1:
+        if kind == 1:
             return self.ask(sent, data[: self.rng.randint(0, len(data))], BROKEN, ends=True)
         wrong = [b"zz\r\n", b"-5\r\n", b"f" * 100 + b"\r\n", b"5;x\r\nab", b"\r\n\r\n", b"1" * 70_000]
         return self.ask(sent, data + self.rng.choice(wrong), BROKEN, ends=True)
@@ -435,10 +435,10 @@ def main():
         tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
         policy = ("--policy", args.policy)
         try:
-            found = run(path, args.requests, args.seed, api=args.api, every=500, options=policy)
+            result = run(path, args.requests, args.seed, api=args.api, every=500, options=policy)
         except AssertionError as error:
             sys.exit(str(error))
-    counts, least, n_file = found
+    counts, least, n_file = result
     for (name, status), count in sorted(counts.items()):
         print(f"{count:7} {name} {status or 'closed'}")
     print(f"memory {least[1]:.0f} -> {least[3]:.0f} MiB, {n_file} files")

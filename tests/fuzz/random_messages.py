@@ -49,12 +49,12 @@ class MessageBodies(Bodies):
             return rng.choice(STRANGE)
         bent = value.copy()
         at = rng.choice(list(bent) if isinstance(bent, dict) else range(len(bent)))
-        way = rng.randrange(8)
-        if way == 0:
+        kind = rng.randrange(8)
+        if kind == 0:
             del bent[at]
-        elif way == 1 and isinstance(bent, dict):
+        elif kind == 1 and isinstance(bent, dict):
             bent[rng.choice((*FIELDS, *OWN_FIELDS, self.words()[:10]))] = bent.pop(at)
-        elif way == 1:
+        elif kind == 1:
             bent[at:at] = [bent[at]] * rng.choice([1, 1, 100])
         else:
             bent[at] = self._bent(bent[at])

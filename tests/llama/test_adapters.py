@@ -45,10 +45,10 @@ def logits(path, adapters=()):
 
 def test_several_adapters_add_their_scaled_weights(merged):
     model, adapters, path = merged
-    want = logits(path)
-    assert np.abs(logits(model, adapters) - want).max() < LOGIT_TOLERANCE
+    expected = logits(path)
+    assert np.abs(logits(model, adapters) - expected).max() < LOGIT_TOLERANCE
     for fewer in ((), adapters[:1], adapters[1:], (adapters[0], adapters[1]._replace(scale=0.5))):
-        assert np.abs(logits(model, fewer) - want).max() > 0.1
+        assert np.abs(logits(model, fewer) - expected).max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["h2o", "recall"])

@@ -12,19 +12,19 @@ from kvtool.errors import LibraryError
 from kvtool.llama.libllama import bindings
 
 
-def packages(monkeypatch, **found):
-    """Pretend that only the packages in `found` are installed.
+def packages(monkeypatch, **modules):
+    """Pretend that only the packages in `modules` are installed.
 
-    found: {package: its bindings, or the error that its import raises}.
+    modules: {package: its bindings, or the error that its import raises}.
     """
 
     def import_module(name):
         package = name.partition(".")[0]
-        if package not in found:
+        if package not in modules:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-        if isinstance(found[package], Exception):
-            raise found[package]
-        return found[package]
+        if isinstance(modules[package], Exception):
+            raise modules[package]
+        return modules[package]
 
     monkeypatch.setattr(bindings, "import_module", import_module)
 
@@ -67,13 +67,13 @@ def test_functions_are_looked_up_in_each_library_on_windows():
     assert not hasattr(parts, "llama_kvtool_abi")
 
 
-def library(monkeypatch, *, there, loads):
+def library(monkeypatch, *, is_there, loads):
     """Fake a library.
 
-    there: True if it includes the CPU part.
+    is_there: True if it includes the CPU part.
     loads: True if load_all loads the CPU part.
     """
-    state = SimpleNamespace(there=there, folders=[])
+    state = SimpleNamespace(there=is_there, folders=[])
 
     def dev_by_type(kind):
         return int(state.there)
@@ -92,16 +92,16 @@ def library(monkeypatch, *, there, loads):
 
 
 def test_missing_cpu_parts_are_loaded_from_the_folder_of_the_library(monkeypatch):
-    state = library(monkeypatch, there=True, loads=True)
+    state = library(monkeypatch, is_there=True, loads=True)
     bindings.load_parts()
     assert state.folders == []
-    state = library(monkeypatch, there=False, loads=True)
+    state = library(monkeypatch, is_there=False, loads=True)
     bindings.load_parts()
     bindings.load_parts()
     assert state.folders == [os.fsencode("/site/kvtool_llama/lib")]
 
 
 def test_cpu_that_no_part_supports_is_an_error(monkeypatch):
-    library(monkeypatch, there=False, loads=False)
+    library(monkeypatch, is_there=False, loads=False)
     with pytest.raises(LibraryError, match=r"no part of llama\.cpp in /site/kvtool_llama/lib runs here"):
         bindings.load_parts()

@@ -111,8 +111,8 @@ def test_greedy_takes_the_likeliest_token_that_fits(engine):
     logits = np.random.default_rng(1).normal(0, 3, engine.model.n_vocab).astype(np.float32)
     logits[259:] = -50
     of = {letter: logits[3 + ord(letter)] for letter in "abcdxyz"}
-    want = max("abc", key=of.get) + max("xyz", key=of.get) * 2 + max("ad", key=of.get)
-    assert written(engine, logits, grammar='root ::= [a-c] [xyz]{2} ("a" | "d")') == want
+    expected = max("abc", key=of.get) + max("xyz", key=of.get) * 2 + max("ad", key=of.get)
+    assert written(engine, logits, grammar='root ::= [a-c] [xyz]{2} ("a" | "d")') == expected
 
 
 def test_sampled_text_that_fits_is_the_same_without_a_grammar(engine):

@@ -119,9 +119,9 @@ def test_permutation_and_its_inverse_restore_every_byte(tiny_model, type_k, type
         was, now = saved_state.parse(before), look(context)
         assert now.v_is_transposed == (flash == "off")
         for tensor in ("k", "v"):
-            want = np.take_along_axis(by_row(was, tensor), source[:, :, None], axis=1)
-            assert (want != by_row(was, tensor)).any()
-            assert (by_row(now, tensor) == want).all()
+            expected = np.take_along_axis(by_row(was, tensor), source[:, :, None], axis=1)
+            assert (expected != by_row(was, tensor)).any()
+            assert (by_row(now, tensor) == expected).all()
         context.apply(moves_of(source.argsort(axis=1)), n, 0, force_graph=force_graph)
         assert context.state() == before
 
@@ -219,13 +219,13 @@ MERGES = {
 VALUE_CACHES = [("f32", "off"), ("f32", "on"), ("f16", "off"), ("f16", "on"), ("q8_0", "on")]
 
 
-def close(got, want, kind):
-    """Return True if each head's values f32[..., head_dim] are `want`, rounded once to the cache's type."""
-    largest = np.abs(want).max(axis=-1, keepdims=True)
+def close(actual, expected, kind):
+    """Return True if each head's values f32[..., head_dim] are `expected`, rounded once as the cache is."""
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
     # q8_0 rounds twice: numbers to multiples of the scale, which is 1 / 127 of the largest number, and the
     # scale to f16
-    rounding = {"f32": 0, "f16": 2**-11 * np.abs(want), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
-    return (np.abs(got - want) <= rounding + 3e-6 * (1 + largest)).all()
+    rounding = {"f32": 0, "f16": 2**-11 * np.abs(expected), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
+    return (np.abs(actual - expected) <= rounding + 3e-6 * (1 + largest)).all()
 
 
 @pytest.mark.parametrize("counts", MERGES.values(), ids=MERGES.keys())
@@ -239,13 +239,13 @@ def test_merged_values_are_the_weighted_sums(tiny_model, counts, type_v, flash, 
         was = look(context)
         context.apply(NO_MOVES, n, 0, merge_of(terms), force_graph=force_graph)
         now = look(context)
-    want = expected_values(values_by_row(was), terms)
+    expected = expected_values(values_by_row(was), terms)
     assert (by_row(now, "k") == by_row(was, "k")).all()
     untouched = np.ones((N_ROW, n), np.bool_)
     for row, dst, _ in terms:
         untouched[row, dst] = False
     assert (by_row(now, "v")[untouched] == by_row(was, "v")[untouched]).all()
-    assert close(values_by_row(now)[~untouched], want[~untouched], type_v)
+    assert close(values_by_row(now)[~untouched], expected[~untouched], type_v)
     assert (values_by_row(now)[~untouched] != values_by_row(was)[~untouched]).any()
 
 
@@ -265,9 +265,9 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
         was = look(context)
         context.apply(moves, n_keep, 10, merge_of(terms), force_graph=force_graph)
         now = look(context)
-    want = expected_values(values_by_row(was), terms)
-    want[:, 3] = want[:, 26]
-    assert np.abs(values_by_row(now) - want[:, :n_keep]).max() < 1e-5
+    expected = expected_values(values_by_row(was), terms)
+    expected[:, 3] = expected[:, 26]
+    assert np.abs(values_by_row(now) - expected[:, :n_keep]).max() < 1e-5
     keys = by_row(was, "k")[:, :n_keep].copy()
     if delta == 0:
         keys[:, 3] = by_row(was, "k")[:, 26]
@@ -302,14 +302,14 @@ def test_rotated_key_equals_the_key_at_the_shifted_position(tiny_model, rope, ty
     with opened(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
         fill(context, n, pos_0=start)
         context.apply(moves_of(source, np.array(shifts)[choice]), n, start)
-        got = look(context).keys(0, 2).swapaxes(0, 1)
+        actual = look(context).keys(0, 2).swapaxes(0, 1)
     row = np.arange(2)[:, None]
-    want = np.stack(keys)[choice[:2], row, source[:2]]
-    size = np.sqrt((want**2).mean(axis=-1))
-    error = np.sqrt(((got - want) ** 2).mean(axis=-1)) / size
+    expected = np.stack(keys)[choice[:2], row, source[:2]]
+    size = np.sqrt((expected**2).mean(axis=-1))
+    error = np.sqrt(((actual - expected) ** 2).mean(axis=-1)) / size
     assert error.max() < tolerance
     # without the shift, keys differ far more
-    assert (np.sqrt(((keys[0][row, source[:2]] - want) ** 2).mean(axis=-1)) / size).max() > 0.5
+    assert (np.sqrt(((keys[0][row, source[:2]] - expected) ** 2).mean(axis=-1)) / size).max() > 0.5
 
 
 @pytest.mark.parametrize("rope", ["norm", "neox"])
@@ -324,21 +324,21 @@ def test_rotated_key_matches_the_shift_of_llama_cpp(tiny_model, rope, yarn):
         api.llama_memory_seq_add(memory, 0, 0, -1, delta)
         # the shift is only applied by the next decode
         fill(context, 1, pos_0=start + n + delta)
-        want = look(context)
+        expected = look(context)
     with opened(tiny_model(rope=rope, **shape)) as context:
         fill(context, n, pos_0=start)
         stays = np.tile(np.arange(n), (N_ROW, 1))
         context.apply(moves_of(stays, np.full_like(stays, delta)), n, start + delta)
-        got = look(context)
+        actual = look(context)
     for layer in range(2):
-        turned, shifted = got.keys(layer, 2), want.keys(layer, 2)[:n]
+        turned, shifted = actual.keys(layer, 2), expected.keys(layer, 2)[:n]
         # llama.cpp's own shift multiplies keys by YaRN's magnitude a second time. kvtool's shift does not
         again = 1 + 0.1 * np.log(yarn) if yarn else 1
         assert np.abs(turned - shifted / again).max() < 1e-4
         size = np.linalg.norm(plain.keys(layer, 2), axis=-1)
         assert np.abs(np.linalg.norm(turned, axis=-1) / size - 1).max() < 1e-4
         assert np.abs(turned - plain.keys(layer, 2)).max() > 0.5
-    assert (by_row(got, "v") == by_row(plain, "v")).all()
+    assert (by_row(actual, "v") == by_row(plain, "v")).all()
 
 
 # signals
@@ -383,8 +383,8 @@ def test_signals_match_the_definition_after_each_step(tiny_model, rope, flash, k
             stream.decode(part)
             rows = [row for rows in stream.rows for row in rows]
             for signal, name in ((Signal.ATTENTION, "mass"), (Signal.LAST, "last")):
-                want = np.stack([getattr(row, name) for row in rows])
-                error = np.abs(context.read(signal, stream.next) - want)
+                expected = np.stack([getattr(row, name) for row in rows])
+                error = np.abs(context.read(signal, stream.next) - expected)
                 assert error[FIRST_LAYER].max() < (TOLERANCE if kind == "f32" else F16_ROUNDING)
                 assert error.max() < (TOLERANCE if (flash, kind) == ("off", "f32") else F16_ROUNDING)
 
@@ -448,9 +448,9 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
             context.decode(part, stream.next, 1)
             stream.decode(part)
             if number % every == 0:
-                got, want = context.read(Signal.IMPORTANT, 256), queries_ago(stream, since)
-                assert (got[:, : stream.next] != want).mean() < AT_THE_EDGE
-                assert not got[:, stream.next :].any()
+                actual, expected = context.read(Signal.IMPORTANT, 256), queries_ago(stream, since)
+                assert (actual[:, : stream.next] != expected).mean() < AT_THE_EDGE
+                assert not actual[:, stream.next :].any()
             if number in (5, 7):
                 # an edit clears IMPORTANT
                 context.apply(NO_MOVES, stream.next, 0)
@@ -479,10 +479,10 @@ def test_important_continues_from_written_values(tiny_model):
             stream.decode(part)
             n += n_batch
             if reads:
-                got, want = context.read(Signal.IMPORTANT, 30), queries_ago(stream, 32)[:, :30]
-                assert (want == 0).any()
+                actual, expected = context.read(Signal.IMPORTANT, 30), queries_ago(stream, 32)[:, :30]
+                assert (expected == 0).any()
                 before = np.where(written > 0, written + n, 0)
-                assert (got != np.where(want > 0, want, before)).mean() < AT_THE_EDGE
+                assert (actual != np.where(expected > 0, expected, before)).mean() < AT_THE_EDGE
 
 
 def last_queries(context, n_query, n):
@@ -511,9 +511,9 @@ def test_recent_attention_is_stored_per_query(tiny_model, batches, flash):
             context.decode(tokens(40)[at : at + n], at, 1)
             at += n
         history = context.history(Signal.RECENT, 40)
-        want = last_queries(context, 9, 40)
+        expected = last_queries(context, 9, 40)
         tolerance = TOLERANCE if flash == "off" else 2e-2
-        np.testing.assert_allclose(history, want, atol=tolerance)
+        np.testing.assert_allclose(history, expected, atol=tolerance)
         np.testing.assert_allclose(context.read(Signal.RECENT, 40), history.sum(axis=0), atol=1e-6)
 
 
@@ -531,14 +531,14 @@ def test_edit_moves_recent_attention_with_its_cells(tiny_model, ragged, force_gr
         delta = np.random.default_rng(3).integers(0, 3, source.shape)
         merge = merge_of([(0, 2, [(5, 0.5), (2, 0.5)]), (3, 1, [(1, 0.5), (20, 0.5)])])
         context.apply(moves_of(source, delta), 11, n - 11, merge, n_keep_row=rows, force_graph=force_graph)
-        want = np.take_along_axis(before, source[None], axis=2)
-        want[:, np.arange(11) >= n_keep[:, None]] = 0
-        np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], want)
+        expected = np.take_along_axis(before, source[None], axis=2)
+        expected[:, np.arange(11) >= n_keep[:, None]] = 0
+        np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], expected)
         assert not context.history(Signal.RECENT, n)[..., 11:].any()
         # new queries replace the oldest queries, and a new cell has no attention from earlier queries
         context.decode(tokens(2, seed=1), n, 1)
         after = context.history(Signal.RECENT, 13)
-        np.testing.assert_array_equal(after[:5, :, :11], want[2:])
+        np.testing.assert_array_equal(after[:5, :, :11], expected[2:])
         for row, end in enumerate(n_keep):
             assert not after[:5, row, end:].any()
             assert (after[5:, row, end] > 0).all()
@@ -561,7 +561,7 @@ def test_recent_attention_continues_from_written_values(tiny_model):
         cells = [context.cells(layer, 30) for layer in range(2)]
         history = context.history(Signal.RECENT, 30)
         context.decode(tokens(3), 30, 1)
-        want = context.read(Signal.RECENT, 33)
+        expected = context.read(Signal.RECENT, 33)
     with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
         # decode 45 tokens, not 30 as above, so that the oldest query is at another index of the ring buffer
         fill(context, 45, seed=5)
@@ -571,7 +571,7 @@ def test_recent_attention_continues_from_written_values(tiny_model):
         context.write(Signal.RECENT, history)
         np.testing.assert_array_equal(context.history(Signal.RECENT, 30), history)
         context.decode(tokens(3), 30, 1)
-        np.testing.assert_array_equal(context.read(Signal.RECENT, 33), want)
+        np.testing.assert_array_equal(context.read(Signal.RECENT, 33), expected)
 
 
 def test_recent_attention_of_another_number_of_queries_is_refused(tiny_model):
@@ -940,9 +940,9 @@ def test_read_keys_returns_stored_keys_with_the_requested_rotation(tiny_model, t
         stored = look(context)
         stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
         for row in range(N_ROW):
-            want = stored[row, first[row] : first[row] + 7]
+            expected = stored[row, first[row] : first[row] + 7]
             # quantized keys are stored after a Hadamard rotation, so only products of keys are compared
-            assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
+            assert np.abs(keys[row] @ keys[row].T - expected @ expected.T).max() < 1e-2
         turned = context.read_keys(first, np.full((4, 7), 9))
         assert np.abs(turned - keys).max() > 0.1
         assert np.abs(np.linalg.norm(turned, axis=2) - np.linalg.norm(keys, axis=2)).max() < 1e-2

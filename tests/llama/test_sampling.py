@@ -46,10 +46,10 @@ def engine(chat_model):
         yield engine
 
 
-def logits_of(engine, **known):
+def logits_of(engine, **values):
     """Return logits that have the given values for some letters, and -20 for all other tokens."""
     logits = np.full(engine.model.n_vocab, -20, np.float32)
-    for letter, logit in known.items():
+    for letter, logit in values.items():
         logits[3 + ord(letter)] = logit
     return logits
 
@@ -319,10 +319,10 @@ def test_logprobs_need_json():
 def test_chat_and_generate_and_python_have_the_same_settings():
     defaults = {name: getattr(Sampling, name) for name in declared(Sampling)}
     for command, temp in ((chat, 0.8), (generate, 0.4)):
-        shown = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+        expected = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
         actual = {name: each.default for name, each in inspect.signature(command).parameters.items()}
         for name, value in defaults.items():
-            assert actual[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
+            assert actual[name] == (expected.get(name, value) if not isinstance(value, tuple) else None)
         named = {"json_schema", "seed", "n", "think", "think_budget", "stop_loops"}
         assert {*defaults, *named} == set(declared(GenerationOptions))
 
@@ -475,10 +475,10 @@ def test_withheld_text_is_shown_before_an_error(scripted, monkeypatch):
         read(tokens, stop)
 
     monkeypatch.setattr(writer.engine, "read", fail_at_the_line_break)
-    shown = []
+    pieces = []
     with pytest.raises(InputError, match="full"):
-        shown.extend(writer.write())
-    assert shown == ["o", "n", "e", "\n"]
+        pieces.extend(writer.write())
+    assert pieces == ["o", "n", "e", "\n"]
 
 
 def test_chat_keeps_the_tokens_but_not_the_text_of_a_stop_string(scripted):
@@ -569,8 +569,8 @@ def test_session_with_fewer_settings_continues_with_defaults(talk, tmp_path):  #
     path = tmp_path / "chat.kvs"
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--temp", "0").returncode == 0
     meta, arrays = sessions.read(path)
-    known = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-    for name in (declared(GenerationOptions).keys() & meta["options"].keys()) - {*known, "n"}:
+    names = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
+    for name in (declared(GenerationOptions).keys() & meta["options"].keys()) - {*names, "n"}:
         del meta["options"][name]
     sessions.write(path, meta, list(arrays.items()))
     done = talk(["two"])

@@ -128,8 +128,8 @@ def test_killed_download_leaves_no_file_with_the_final_name(model, source):
     )
     from huggingface_hub import constants
 
-    where = constants.HF_HUB_CACHE, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE
-    done = subprocess.run([sys.executable, "-c", code, source, *where])
+    locations = constants.HF_HUB_CACHE, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE
+    done = subprocess.run([sys.executable, "-c", code, source, *locations])
     assert done.returncode == 9
     remains = stored.downloads()
     assert [(each.name, each.is_whole) for each in remains] == [(source, False)]
@@ -262,7 +262,7 @@ def test_repository_references_are_parsed_or_refused():
 
 
 @pytest.mark.parametrize(
-    ("names", "quant", "chosen"),
+    ("names", "quant", "expected"),
     [
         (["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf"], "", "a-Q4_K_M.gguf"),
         (["a-Q2_K.gguf", "a-Q8_0.gguf"], "", "a-Q8_0.gguf"),
@@ -280,8 +280,8 @@ def test_repository_references_are_parsed_or_refused():
         (["a-Q8_0.gguf"], "Q4_0", None),
     ],
 )
-def test_file_of_a_quantization_is_chosen(names, quant, chosen):
-    assert hub.choose(names, quant) == chosen
+def test_file_of_a_quantization_is_chosen(names, quant, expected):
+    assert hub.choose(names, quant) == expected
 
 
 def test_repository_download_is_cached(site, model):

@@ -61,8 +61,8 @@ def test_lazy_greedy_keeps_the_tokens_of_plain_greedy(phi, mixture, n_value):
     for n, n_keep in ((1, 1), (9, 1), (9, 8), (30, 11), (47, 20)):
         policy = fit(n_keep + 1, 1, phi=phi, mixture=mixture)
         view, rows = prompt(n, seed=n, n_row=3, n_value=n_value)
-        want = [sorted(twin.summary(row, (), n_keep, mixture, phi)) for row in rows]
-        assert kept_positions(view, policy.compress(view)) == want
+        expected = [sorted(twin.summary(row, (), n_keep, mixture, phi)) for row in rows]
+        assert kept_positions(view, policy.compress(view)) == expected
 
 
 @pytest.mark.parametrize("cosine", ["shifted", "absolute"])
@@ -116,11 +116,11 @@ def test_summary_starts_with_sinks_pinned_and_newest_tokens(greedy, pinned):
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
     # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
-    want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
-    assert kept_positions(view, policy.compress(view)) == want
-    assert all(stays <= set(row) for row in want)
+    expected = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
+    assert kept_positions(view, policy.compress(view)) == expected
+    assert all(stays <= set(row) for row in expected)
     # greedy starts with the tokens of `stays`. If it started with none, it would choose other tokens
-    assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
+    assert expected != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 
 def test_pinned_tokens_shorten_the_window_of_a_summary():
@@ -158,8 +158,8 @@ def test_greedy_reaches_63_percent_of_the_best_summary():
                 (summary,) = kept_positions(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
                 # the position of each token is its index in the row, because this is a prompt
                 best = max(
-                    twin.worth(chosen, range(n), row, pairs, mixture, phi)
-                    for chosen in combinations(range(n), n_keep)
+                    twin.worth(subset, range(n), row, pairs, mixture, phi)
+                    for subset in combinations(range(n), n_keep)
                 )
                 shares.append(twin.worth(summary, range(n), row, pairs, mixture, phi) / best if best else 1)
     assert min(shares) >= 1 - 1 / math.e
@@ -188,7 +188,7 @@ def draws(seed, step, row):
 def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
     n, n_keep, n_row = 80, 40, 3
     view, rows = prompt(n, seed=11, n_row=n_row, n_value=400)
-    want, looked = [], []
+    expected, looked = [], []
     for number, row in enumerate(rows):
         draw, pick = draws(seed % 2**64, n, number), iter(range(n))
 
@@ -201,12 +201,12 @@ def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
             looked.append(n_look / len(rest))
             return rest[:n_look]
 
-        want.append(sorted(twin.summary(row, (), n_keep, 0.3, "log", sample)))
+        expected.append(sorted(twin.summary(row, (), n_keep, 0.3, "log", sample)))
     assert looked[0] < 0.5
-    got = kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=seed).compress(view))
-    assert got == want
-    assert got != kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=5).compress(view))
-    assert got != kept_positions(view, fit(n_keep + 1, 1).compress(view))
+    actual = kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=seed).compress(view))
+    assert actual == expected
+    assert actual != kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=5).compress(view))
+    assert actual != kept_positions(view, fit(n_keep + 1, 1).compress(view))
 
 
 @pytest.mark.large
@@ -351,8 +351,8 @@ def test_move_reorders_all_arrays_of_the_state(mode):
             for array, old in zip(state[:4], before, strict=False):
                 np.testing.assert_array_equal(array[row, :n_keep], old[row, source[row]])
             if mode != "recompute":
-                want = before[4][row][np.ix_(source[row], source[row])]
-                np.testing.assert_array_equal(state[4][row, :n_keep, :n_keep], want)
+                expected = before[4][row][np.ix_(source[row], source[row])]
+                np.testing.assert_array_equal(state[4][row, :n_keep, :n_keep], expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -363,8 +363,8 @@ def test_stream_continues_after_a_prompt_read_whole(mode):
     view = cache.view()
     plan = policy.compress(view)
     stays = {*range(4), *range(50, 60)}
-    want = [sorted(twin.summary(row, stays, 20, 0.3, "log")) for row in cache.rows]
-    assert kept_positions(view, plan) == want
+    expected = [sorted(twin.summary(row, stays, 20, 0.3, "log")) for row in cache.rows]
+    assert kept_positions(view, plan) == expected
 
     view = picked(view, np.array([np.flatnonzero(keep) for keep in plan.keep]))
     cache.apply(plan.keep)
@@ -375,8 +375,8 @@ def test_stream_continues_after_a_prompt_read_whole(mode):
     for _ in range(4):
         cache.grow(24 - cache.n_kv)
         view, plan = cache.plan()
-        want = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **params)
-        assert kept_positions(view, plan) == want
+        expected = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **params)
+        assert kept_positions(view, plan) == expected
         cache.apply(plan.keep)
 
 
@@ -398,5 +398,5 @@ def test_evicts_the_tokens_of_the_definition_if_few_have_most_attention(mode, ph
     state = policy.start(1, n, n_dim)
     policy.observe(view, state)
     params = policies.chosen(policy)
-    want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **params)
-    assert kept_positions(view, policy.plan(view, state)) == want
+    expected = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **params)
+    assert kept_positions(view, policy.plan(view, state)) == expected

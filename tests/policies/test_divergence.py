@@ -41,9 +41,9 @@ def lumped(p, q, n_top):
     """
     top = np.argsort(-p)[:n_top]
     rest = np.setdiff1d(np.arange(len(p)), top)
-    known = (np.exp(p[top]) * (p[top] - q[top])).sum()
+    top_terms = (np.exp(p[top]) * (p[top] - q[top])).sum()
     mass_p, mass_q = np.exp(p[rest]).sum(), np.exp(q[rest]).sum()
-    return known + mass_p * np.log(mass_p / mass_q) if len(rest) else known
+    return top_terms + mass_p * np.log(mass_p / mass_q) if len(rest) else top_terms
 
 
 def draw(seed, n=40, n_vocab=300):

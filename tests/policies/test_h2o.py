@@ -55,7 +55,7 @@ def test_sums_decay_with_every_token_and_not_with_plans():
 
 
 @pytest.mark.parametrize(
-    ("params", "n_ctx", "want"),
+    ("params", "n_ctx", "expected"),
     [
         ({}, 4, [8, 8]),
         ({}, 3, [2, 2]),
@@ -65,9 +65,9 @@ def test_sums_decay_with_every_token_and_not_with_plans():
         ({"score": "mean"}, 3, [8, 8]),
     ],
 )
-def test_decay_beyond_applies_after_the_trained_context(params, n_ctx, want):
+def test_decay_beyond_applies_after_the_trained_context(params, n_ctx, expected):
     policy = H2O(8, 1, window=1, decay_beyond=0.5, **params)
     state = policy.start(1, 8, 0)
     state[0][0, :2] = 8
     policy.observe(view_of(4, n_new=2, n_ctx=n_ctx, attn=[0] * 4), state)
-    assert state[0][0, :2].tolist() == want
+    assert state[0][0, :2].tolist() == expected

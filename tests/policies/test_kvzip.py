@@ -89,8 +89,8 @@ def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=6
         engine.hold(n_held)
         small = engine.cache_bytes
         assert engine.read(tokens[:n]) == n
-        want = stream.decode(tokens[:n])[-1]
-        assert np.abs(engine.context.next_logits - want).max() < LOGIT_TOLERANCE
+        expected = stream.decode(tokens[:n])[-1]
+        assert np.abs(engine.context.next_logits - expected).max() < LOGIT_TOLERANCE
         repeat(engine, stream, tokens[:n], n_pinned, n - n_held)
         evict(engine, stream)
         if policy.ragged:
@@ -129,12 +129,12 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
         for segment in np.array_split(tokens[:n], 3):
             part = transformer.Stream(model)
             part.next = begin = parts[-1].next if parts else 0
-            want = part.decode(segment)[-1]
+            expected = part.decode(segment)[-1]
             repeat(engine, part, tokens[:n], begin, part.next)
             parts.append(part)
         whole = transformer.join(parts, policy.n_keep)
         evict(engine, whole)
-        assert np.abs(engine.context.next_logits - want).max() < LOGIT_TOLERANCE
+        assert np.abs(engine.context.next_logits - expected).max() < LOGIT_TOLERANCE
         assert_rows_choose_for_themselves(engine)
         assert_continues_as_defined(engine, whole, tokens[n:], lambda: evict(engine, whole))
 

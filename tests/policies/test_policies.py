@@ -58,10 +58,10 @@ def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwarg
         view, plan = cache.plan(pinned)
         stays, merges = by_twin(name, policy, cache, pinned)
         assert kept_positions(view, plan) == stays, f"plan {step}"
-        for got, want in zip(merges_of(view.pos, plan), merges, strict=True):
-            assert got.keys() == want.keys(), f"plan {step}"
-            for dst, sources in want.items():
-                assert got[dst] == pytest.approx(sources, abs=1e-5), f"plan {step}"
+        for actual, expected in zip(merges_of(view.pos, plan), merges, strict=True):
+            assert actual.keys() == expected.keys(), f"plan {step}"
+            for dst, sources in expected.items():
+                assert actual[dst] == pytest.approx(sources, abs=1e-5), f"plan {step}"
         cache.apply(plan.keep)
 
 

@@ -169,11 +169,11 @@ def test_layers_divide_the_budget_by_the_entropy_of_their_scores(name, heads):
         rows = np.flatnonzero(view.layer == layer)
         is_open = (view.pos[rows] >= 1) & (view.pos[rows] < recent)
         weights.append(entropy_of(scores[rows][is_open].tolist()))
-    want = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
+    expected = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
     n_kept = plan.keep.sum(axis=1).reshape(3, 2)
-    assert len(set(want)) > 1
-    # `want` is rounded down for each row, so a layer of two rows may hold up to two tokens more
-    assert set(n_kept.sum(axis=1) - 2 * np.array(want)) <= {0, 1, 2}
+    assert len(set(expected)) > 1
+    # `expected` is rounded down for each row, so a layer of two rows may hold up to two tokens more
+    assert set(n_kept.sum(axis=1) - 2 * np.array(expected)) <= {0, 1, 2}
     assert 6 * 32 - 6 <= n_kept.sum() <= 6 * 32
     assert (n_kept[:, 0] == n_kept[:, 1]).all() == (heads == "equal")
     if heads == "equal":

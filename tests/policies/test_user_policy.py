@@ -389,8 +389,8 @@ class POLICY(H2O):
 def test_types_of_parameters(tmp_path, kind, typed, value, refused):
     path = tmp_path / "mine.py"
     path.write_text(TYPED.format(kind))
-    got = policies.fit(str(path), 64, 8, [f"x={typed}"]).x
-    assert (got, type(got)) == (value, type(value))
+    actual = policies.fit(str(path), 64, 8, [f"x={typed}"]).x
+    assert (actual, type(actual)) == (value, type(value))
     if refused:
         with pytest.raises(UsageError, match=f"^{re.escape(f'{path}: {refused}')}$"):
             policies.fit(str(path), 64, 8, ["x=2.5"])

@@ -18,11 +18,13 @@ def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator,
     positions, merges = [], []
     for row in rows:
         attention = {t["pos"]: _score(t, next, score) for t in row}
-        gone = [pos for pos in attention if pos >= max(sinks, pinned)][: max(len(row) - (budget - slack), 0)]
-        stay = [pos for pos in attention if pos not in gone]
+        evicted = [pos for pos in attention if pos >= max(sinks, pinned)][
+            : max(len(row) - (budget - slack), 0)
+        ]
+        stay = [pos for pos in attention if pos not in evicted]
         positions.append(stay)
         merges.append({})
-        for pos in gone:
+        for pos in evicted:
             after = [other for other in stay if other > pos]
             compared = {"mean": after, "targets": after[:merge], "max": stay}[denominator]
             compared = [attention[other] for other in compared]

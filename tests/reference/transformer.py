@@ -70,8 +70,8 @@ class Row:
                 if is_first:
                     attention.extend(zip(t[first:], new[first:], strict=True))
                 else:
-                    for (_, known), more in zip(attention[first - len(t) :], new[first:], strict=True):
-                        known.extend(more)
+                    for (_, heads_so_far), more in zip(attention[first - len(t) :], new[first:], strict=True):
+                        heads_so_far.extend(more)
         self.steps = []
         return self._seen
 
@@ -141,9 +141,9 @@ class Archive:
         self.key = np.empty((0, head_dim // 2), np.complex128)
         self.value = np.empty((0, value_dim))
 
-    def append(self, row, gone):
+    def append(self, row, entries):
         for name in ("pos", "rot", "key", "value"):
-            setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
+            setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[entries])))
 
     def choose(self, score, k):
         """Return the sorted indices of the k highest scores f64[n]. On ties, the newer token is chosen."""
@@ -403,9 +403,9 @@ class Stream:
             return row.clusters.attend(of, logits, gains, archive.value, queries.shape[1])
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
         k = min(self.recalled, len(archive.pos))
-        chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)
-        row.recalled = archive.pos[chosen]
-        return logits[..., chosen], archive.value[chosen]
+        indices = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)
+        row.recalled = archive.pos[indices]
+        return logits[..., indices], archive.value[indices]
 
     def _rotated(self, layer, keys, positions):
         """Return keys f64[n, head_dim], from keys c128[n, head_dim / 2] before RoPE."""

@@ -110,14 +110,14 @@ def crowd(url, n_client, n_turn, seed, systems, n_alike=2):
 
 def check(url, clients):
     """Replay every chat alone, under its own session name. Return the number of compared answers."""
-    known = {}
+    client_of = {}
     for client in clients:
         for chat in client.answers:
-            known[chat] = client
+            client_of[chat] = client
     # A chat is skipped if a longer chat begins with it: the replay of the longer chat includes it.
-    before = {json.dumps(json.loads(chat)[: -2 * n]) for chat in known for n in range(1, len(chat))}
+    before = {json.dumps(json.loads(chat)[: -2 * n]) for chat in client_of for n in range(1, len(chat))}
     n = 0
-    for chat, client in known.items():
+    for chat, client in client_of.items():
         if chat in before:
             continue
         messages = json.loads(chat)
@@ -125,12 +125,12 @@ def check(url, clients):
             if each["role"] != "user":
                 continue
             alone = reply_to(url, messages[: i + 1], name=f"alone-{n}")
-            want = known[json.dumps(messages[: i + 1])].answers[json.dumps(messages[: i + 1])]
-            assert alone == want, f"client {client.number}: {want!r} in the crowd, {alone!r} alone"
+            expected = client_of[json.dumps(messages[: i + 1])].answers[json.dumps(messages[: i + 1])]
+            assert alone == expected, f"client {client.number}: {expected!r} in the crowd, {alone!r} alone"
         n += 1
         others = {other.secret for other in clients} - {client.secret}
         assert not any(secret in text for text in client.answers.values() for secret in others)
-    return len(known)
+    return len(client_of)
 
 
 def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more=()):
@@ -164,9 +164,9 @@ def main():
         for model in args.models:
             for policy in args.policies:
                 for budget in args.budgets:
-                    where = tiny_path if model == "tiny" else model
+                    path = tiny_path if model == "tiny" else model
                     how = {"n_client": args.clients, "n_turn": args.turns, "seed": args.seed}
-                    did = run(where, policy, budget, **how, more=RECALL if policy == "recall" else ())
+                    did = run(path, policy, budget, **how, more=RECALL if policy == "recall" else ())
                     print(
                         model, policy, budget, *(f"{n} {what}" for what, n in sorted(did.items())), flush=True
                     )

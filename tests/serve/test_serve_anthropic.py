@@ -68,8 +68,8 @@ def test_messages_request_is_converted_to_a_chat():
         "output_config": {"effort": "high"},
     }
     body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
-    given = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
-    talked, chat = messages.check(given.messages), given.fields
+    request = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
+    talked, chat = messages.check(request.messages), request.fields
     assert talked == [
         message("system", "A.\n\nB."),
         message("user", "One, two."),
@@ -82,7 +82,7 @@ def test_messages_request_is_converted_to_a_chat():
         message("assistant", "") | {"tool_calls": [call("c", "{}")]},
         {"role": "tool", "tool_call_id": "c", "content": ""},
     ]
-    assert [tool.function["name"] for tool in given.tools] == ["look", "go"]
+    assert [tool.function["name"] for tool in request.tools] == ["look", "go"]
     assert chat.pop("tools[2]") == tools[2]
     assert chat.pop("stop") == more.pop("stop_sequences")
     assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **accepted}
@@ -143,7 +143,7 @@ def test_image_in_a_result_is_replaced_by_a_text_and_listed_as_ignored():
 def test_texts_of_documents_and_search_results_are_read():
     source = {"type": "text", "media_type": "text/plain", "data": "A list."}
     document = {"type": "document", "title": "Notes", "source": source}
-    found = {
+    search_result = {
         "type": "search_result",
         "source": "http://a",
         "title": "A",
@@ -152,7 +152,7 @@ def test_texts_of_documents_and_search_results_are_read():
     talk = [
         message("user", [document, text("Why?")]),
         message("assistant", [use("a")]),
-        message("user", [result("a", [found, {"type": "document", "source": source}])]),
+        message("user", [result("a", [search_result, {"type": "document", "source": source}])]),
     ]
     request = check_body(ASKED | {"messages": talk}, "messages")
     assert request.messages[0]["content"] == "Notes\nA list.\nWhy?"

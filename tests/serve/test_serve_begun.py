@@ -161,8 +161,10 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
             header = base.with_begun(model, template, "Kvtool says")
             text = template.render([user]).removesuffix(base.kept + base.left_out)
             text += header.kept + header.left_out + "Kvtool says"
-            shown = earlier[earlier.index("Kvtool asks.") : earlier.index("Kvtool says") + len("Kvtool says")]
-            if text[text.index("Kvtool asks.") :] == shown:
+            prompt_end = earlier[
+                earlier.index("Kvtool asks.") : earlier.index("Kvtool says") + len("Kvtool says")
+            ]
+            if text[text.index("Kvtool asks.") :] == prompt_end:
                 names.add(name)
             else:
                 exceptions.remove(name)

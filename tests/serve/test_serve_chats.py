@@ -161,8 +161,8 @@ def stored(store, tokens, role="user"):
     """Store a chat with these tokens in a session of about 4,000 bytes. Return the chat."""
     meta = {"fixed": store.fixed, "padding": "x" * 3500}
 
-    def save_to(path, _, given):
-        session.write(path, meta | given | {"messages": messages}, [("tokens", tokens)])
+    def save_to(path, _, fields):
+        session.write(path, meta | fields | {"messages": messages}, [("tokens", tokens)])
         return ()
 
     messages = [message(role, "Hello.")]

@@ -98,10 +98,10 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
         command = [sys.executable, "-m", "kvtool", *map(str, arguments)]
         return fork_server.run(command, input=typed, env=os.environ | ONE_THREAD)
 
-    shown = kvtool("session", "show", "--json", file)
-    assert shown.returncode == 0, shown.stderr
-    shown = json.loads(shown.stdout)
-    assert (shown["tokens"], shown["system"]) == (first.usage.total_tokens, "Be kind.")
+    done = kvtool("session", "show", "--json", file)
+    assert done.returncode == 0, done.stderr
+    done = json.loads(done.stdout)
+    assert (done["tokens"], done["system"]) == (first.usage.total_tokens, "Be kind.")
     went_on = kvtool("chat", "-t", "1", "--session", file, "-n", "4", typed="And a candle?\n")
     assert went_on.returncode == 0, went_on.stderr
     assert went_on.stdout

@@ -34,8 +34,10 @@ def sliding(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["sliding", "h2o"])
 def url(request, talker, sliding):
-    chosen = (sliding, *RECALL) if request.param == "sliding" else (talker, "--policy", "h2o", "--temp", "0")
-    with start_server(*chosen) as server:
+    arguments = (
+        (sliding, *RECALL) if request.param == "sliding" else (talker, "--policy", "h2o", "--temp", "0")
+    )
+    with start_server(*arguments) as server:
         yield server.url
 
 

@@ -223,8 +223,8 @@ def _bytes(folder):
 )
 def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
     with start_server(chat_model, "--budget", "64", "--temp", "0") as server:
-        where = urlsplit(server.url)
-        address = (where.hostname, where.port)
+        parts = urlsplit(server.url)
+        address = (parts.hostname, parts.port)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
         long = b'{"prompt": "a", "max_tokens": 1000000000, "stream": true}'
         with (
@@ -314,11 +314,11 @@ def test_model_is_not_freed_while_a_text_is_tokenized(chat_model, path):
 
 def test_read_timeout_ends_slow_requests(chat_model):
     with start_server(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
-        where = urlsplit(server.url)
+        parts = urlsplit(server.url)
         with ExitStack() as stack:
 
             def connected():
-                address = (where.hostname, where.port)
+                address = (parts.hostname, parts.port)
                 return stack.enter_context(socket.create_connection(address, timeout=TIMEOUT_S))
 
             def is_refused():
@@ -353,9 +353,9 @@ def test_read_timeout_ends_slow_requests(chat_model):
 
 def test_too_large_body_is_refused_before_it_is_sent(chat_model):
     with start_server(chat_model, "--budget", "64") as server:
-        where = urlsplit(server.url)
+        parts = urlsplit(server.url)
         for expect in (b"", b"Expect: 100-continue\r\n"):
-            with socket.create_connection((where.hostname, where.port), timeout=TIMEOUT_S) as link:
+            with socket.create_connection((parts.hostname, parts.port), timeout=TIMEOUT_S) as link:
                 head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + expect
                 link.sendall(head + b"Content-Length: %d\r\n\r\n" % (2**26 + 1))
                 assert link.recv(100).startswith(b"HTTP/1.1 413 ")

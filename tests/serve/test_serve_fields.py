@@ -71,9 +71,9 @@ def test_unsupported_field_is_refused_by_name_unless_its_value_is_neutral(field)
 
 
 def test_each_field_is_in_one_table():
-    known = {"max_tokens", "n_predict", "stop", "seed", "n", "logprobs", "tools", "stream", "grammar"}
+    supported = {"max_tokens", "n_predict", "stop", "seed", "n", "logprobs", "tools", "stream", "grammar"}
     assert len(NEUTRAL.keys() | HARMLESS | INERT.keys()) == len(NEUTRAL) + len(HARMLESS) + len(INERT)
-    assert not (NEUTRAL.keys() | HARMLESS | INERT.keys()) & known
+    assert not (NEUTRAL.keys() | HARMLESS | INERT.keys()) & supported
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])

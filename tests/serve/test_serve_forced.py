@@ -270,8 +270,8 @@ def test_too_deep_schema_is_an_error_only_for_a_strict_tool(engine, format):
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
     schema = {"properties": {"x": schema}}
-    shown = format if format.parameters is None else HERMES
-    call = shown.written([("f", {})])
+    shown_format = format if format.parameters is None else HERMES
+    call = shown_format.written([("f", {})])
     assert written(engine, forced(engine, format, check_tools([tool("f", schema)])), dictates(call)) == call
     with pytest.raises(ApiError, match="nested too deeply"):
         forced(engine, format, check_tools([tool("f", schema, strict=True)]))

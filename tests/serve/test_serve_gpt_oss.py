@@ -72,11 +72,11 @@ def test_template_gets_one_call_with_its_thought_or_text(source):
     reply = {"role": "assistant", "content": "I look.", "tool_calls": calls}
     results = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"Wall {n}."} for n in range(2)]
     template = Template(source, "", "")
-    for thought, shown in (({}, "I look."), ({"reasoning_content": "Hm."}, "Hm.")):
+    for thought, expected in (({}, "I look."), ({"reasoning_content": "Hm."}, "Hm.")):
         text = template.render(for_template([USER, reply | thought, *results], template))
         text = text.partition("Look around.")[2]
         assert text == (
-            f"{NEXT}{THOUGHT}{shown}"
+            f"{NEXT}{THOUGHT}{expected}"
             f'{NEXT} to=functions.look<|channel|>commentary json<|message|>{{"at": 0}}<|call|>'
             '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"Wall 0."'
             f'{NEXT} to=functions.look<|channel|>commentary json<|message|>{{"at": 1}}<|call|>'

@@ -141,7 +141,7 @@ console.log(JSON.stringify(texts.map((text) => elements(text).map(plain))));
 """
 
 
-def shown(*texts):
+def page_texts(*texts):
     """Return the elements of each text. An element is a list of its tag and its contents."""
     script = (WEB / "markdown.js").read_text(encoding="utf-8") + STAND_IN
     done = subprocess.run(
@@ -196,7 +196,7 @@ CASES = {
 
 @node
 def test_markdown_becomes_elements_and_html_stays_text():
-    assert dict(zip(CASES, shown(*CASES), strict=True)) == CASES
+    assert dict(zip(CASES, page_texts(*CASES), strict=True)) == CASES
 
 
 @node
@@ -223,7 +223,7 @@ def test_markdown_renderer_handles_any_text():
     texts = ["".join(rng.choices(signs, k=60)) for _ in range(3000)]
     texts += [sign * 20_000 for sign in signs] + [f"{sign}a " * 20_000 for sign in signs]
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
-    elements = shown(*texts)
+    elements = page_texts(*texts)
     letters = [(text, json.dumps(each)) for text, each in zip(texts, elements, strict=True)]
     # the page must show every \u4e16 of a text
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

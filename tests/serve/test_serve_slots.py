@@ -288,13 +288,13 @@ def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
         again = []
 
         def on_event(kind):
-            if gone.events[-1].get("n_read") and not again:
-                gone.cancel()
+            if job.events[-1].get("n_read") and not again:
+                job.cancel()
                 again.append(server.put(chat))
                 server.wait_for_another()
 
-        gone = FakeJob(chat, on_event=on_event)
-        server.jobs.put(gone)
+        job = FakeJob(chat, on_event=on_event)
+        server.jobs.put(job)
         until(lambda: again)
         return again[0].last["n_cached"] < 32
 
@@ -469,10 +469,10 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
 def test_archive_is_limited_to_its_share_of_memory(talker):
     with closing(Model(talker)) as model:
         fitted = policies.fit("recall", 64, None, RECALL)
-        for n_slab, n, want in ((8, 2, 2), (8, 9, 4), (3, 2, 1)):
+        for n_slab, n, expected in ((8, 2, 2), (8, 9, 4), (3, 2, 1)):
             with closing(Engine(model, fitted, Settings(archive=1))) as engine:
                 n_bytes = n_slab * engine.context.archive.slab_bytes
             with closing(Engine(model, fitted, Settings(archive_bytes=n_bytes))) as engine:
                 archive = engine.context.archive
-                assert archive.share(n) == want
-                assert 0 <= n_bytes - want * archive.max_bytes < 2 * archive.slab_bytes
+                assert archive.share(n) == expected
+                assert 0 <= n_bytes - expected * archive.max_bytes < 2 * archive.slab_bytes

@@ -101,8 +101,8 @@ def parsed_answer(server, package, call, fields):
     url = "http://localhost" + ("/v1" if package is openai else "")
 
     async def answered():
-        way = httpx.ASGITransport(app.make(server.site))
-        async with httpx.AsyncClient(transport=way, base_url=url) as http:
+        transport = httpx.ASGITransport(app.make(server.site))
+        async with httpx.AsyncClient(transport=transport, base_url=url) as http:
             method = kind(
                 base_url=url, api_key="x", http_client=http, max_retries=0, _strict_response_validation=True
             )

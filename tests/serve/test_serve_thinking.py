@@ -180,7 +180,7 @@ def test_reply_has_no_thought_if_the_request_turns_thinking_off(serve, api, more
 
 
 @pytest.mark.parametrize(
-    ("api", "more", "shown"),
+    ("api", "more", "expected"),
     [
         ("chat", {"reasoning_effort": "low"}, "low none"),
         ("chat", {"reasoning_effort": "xhigh"}, "high none"),
@@ -190,10 +190,10 @@ def test_reply_has_no_thought_if_the_request_turns_thinking_off(serve, api, more
         ("messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "low none"),
     ],
 )
-def test_efforts_and_template_variables_reach_the_template(serve, api, more, shown):
+def test_efforts_and_template_variables_reach_the_template(serve, api, more, expected):
     serve = serve(TOLD)
     serve(USER, "Hm.</think>Yes.", api, **more)
-    assert serve.text.startswith(f"{shown}\n<|im_start|>")
+    assert serve.text.startswith(f"{expected}\n<|im_start|>")
 
 
 @pytest.mark.parametrize(

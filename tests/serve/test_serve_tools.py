@@ -48,11 +48,11 @@ TOOLS = check_tools([tool("weather", WEATHER), tool("make-note", NOTE), tool("no
 
 
 def test_checked_tools_have_the_fields_that_templates_expect():
-    given = [
+    tools = [
         tool("a", {"properties": {"x": True}}, strict=True, more=1),
         {"type": "function", "function": {"name": "b"}},
     ]
-    checked = check_tools(given)
+    checked = check_tools(tools)
     schema = {"type": "object", "properties": {"x": True}}
     assert checked[0]["function"] == {
         "name": "a",
@@ -214,8 +214,8 @@ def test_checking_names_and_ids_takes_linear_time(monkeypatch):
     talk = [{"role": "assistant", "tool_calls": calls}, *results]
     messages._match_results(talk, [""] * len(talk))
     tools = [{"name": Name(f"f{i}"), "input_schema": {"type": "object"}} for i in range(n)]
-    found = [{"type": "tool_reference", "tool_name": Name(f"f{i}")} for i in range(n)]
-    content = [{"type": "tool_result", "tool_use_id": "x", "content": found}]
+    references = [{"type": "tool_reference", "tool_name": Name(f"f{i}")} for i in range(n)]
+    content = [{"type": "tool_result", "tool_use_id": "x", "content": references}]
     anthropic.as_chat({"messages": [message("user", content)], "tools": tools}, is_counted=True)
     assert Name.n_compared < 50 * n
 
@@ -232,7 +232,7 @@ def test_calls_with_or_without_ids_are_the_same_chat():
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("messages", "words"),
     [
         ([{"role": "tool", "content": "x"}], "messages[0] is a result without an id, and no call waits"),
         ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id must be a string"),
@@ -247,9 +247,9 @@ def test_calls_with_or_without_ids_are_the_same_chat():
     ],
     ids=str,
 )
-def test_error_names_the_invalid_field_of_a_call_or_result(found, words):
+def test_error_names_the_invalid_field_of_a_call_or_result(messages, words):
     with pytest.raises(ApiError) as caught:
-        check_messages(found)
+        check_messages(messages)
     assert caught.value.message.startswith(words)
 
 

@@ -312,9 +312,9 @@ def test_run_has_the_results_of_perplexity(common):
 )
 def test_perplexity_takes_lists_and_all_types_of_integers(model, score, convert):
     with open_engine(model, policies.fit("h2o", 64), over_budget=False) as engine:
-        want = score(engine, random_tokens(N))
+        expected = score(engine, random_tokens(N))
         engine.reset()
-        assert score(engine, convert(random_tokens(N))).tolist() == want.tolist()
+        assert score(engine, convert(random_tokens(N))).tolist() == expected.tolist()
 
 
 def test_budget_bytes_of_rows_of_different_lengths_are_their_mean_at_the_peak(common):

@@ -32,12 +32,12 @@ def test_shares_and_forgotten_tokens_equal_a_plain_count(tiny_model, name):
     with open_engine(tiny_model(), POLICIES[name]) as engine:
         for part in np.array_split(random_tokens(210), 3):
             engine.read(part)
-            want = brute_share(engine)
-            assert engine.cells().share().tolist() == want
-            assert holdings.n_forgotten(engine) == want.count(0)
+            expected = brute_share(engine)
+            assert engine.cells().share().tolist() == expected
+            assert holdings.n_forgotten(engine) == expected.count(0)
         assert 0 < holdings.n_forgotten(engine) < 210
         # rows must hold different tokens, or an error that mixes up rows would not be seen
-        assert len({share for share in want if 0 < share < 1}) > 1
+        assert len({share for share in expected if 0 < share < 1}) > 1
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -66,9 +66,9 @@ def test_streamingllm_and_local_hold_only_sinks_and_newest_tokens(tiny_model, na
         watched = holdings.watch(engine, random_tokens(100), 10)
     # the cache is full after 32, 40, ... 96 tokens. Each eviction leaves 24 tokens. The last 4 tokens follow
     n_new = 28 - n_sinks
-    want = np.zeros(100)
-    want[:n_sinks] = want[-n_new:] = 1
-    assert watched.share().tolist() == want.tolist()
+    expected = np.zeros(100)
+    expected[:n_sinks] = expected[-n_new:] = 1
+    assert watched.share().tolist() == expected.tolist()
     # snapshot 0 is taken after 32 tokens: nothing has been evicted. Snapshot 1 is taken after 40 tokens: 8
     # tokens were evicted when 32 tokens had been read
     assert watched.share(0).tolist() == [1.0] * 32 + [0.0] * 68
@@ -149,8 +149,8 @@ def test_attended_equals_the_sum_of_the_engines_steps(tiny_model, arch, options,
     steps = np.zeros((len(notes), 210))
     rows, n_query = np.zeros((len(n_head), 210)), 0
     for step, (pos, attn) in enumerate(notes):
-        for row, (tokens, got) in enumerate(zip(pos.tolist(), attn.tolist(), strict=True)):
-            for token, some in zip(tokens, got, strict=True):
+        for row, (tokens, actual) in enumerate(zip(pos.tolist(), attn.tolist(), strict=True)):
+            for token, some in zip(tokens, actual, strict=True):
                 if token >= 0:
                     rows[row, token] += some
                     steps[step, token] += some

@@ -70,7 +70,7 @@ def model(smol):
 
 
 @pytest.fixture
-def given(tmp_path):
+def parameters(tmp_path):
     """Return the task's parameters that name files."""
     (tmp_path / "essays").mkdir()
     for name, text in ESSAYS.items():
@@ -84,12 +84,12 @@ def given(tmp_path):
 
 
 @pytest.fixture
-def items_of(model, given, listed):
+def items_of(model, parameters, listed):
     """make(name, *parameters) returns the items of one of RULER's tasks."""
 
     def make(name, *more, length=1200, repeats=1):
         task = tasks.make(
-            "ruler", [*given, f"tasks={name}", f"lengths={length}", f"repeats={repeats}", *more]
+            "ruler", [*parameters, f"tasks={name}", f"lengths={length}", f"repeats={repeats}", *more]
         )
         return task.items([], model)
 
@@ -383,8 +383,8 @@ class Says:
     ("name", "n_max", "score"), [("niah_multiquery", 128, 0.5), ("vt", 30, 0.5), ("qa_1", 32, 1)]
 )
 @pytest.mark.parametrize("when", ["known", "after"])
-def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, given):
-    task = tasks.make("ruler", [*given, f"question={when}"])
+def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, parameters):
+    task = tasks.make("ruler", [*parameters, f"question={when}"])
     item = Item(
         "x", "text question?", ["12", "34"], about={"part": name}, question="question?", opening="It is"
     )
@@ -397,7 +397,7 @@ def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, gi
     assert reader.n_max == n_max
 
 
-def test_average_is_the_mean_of_the_tasks_means(given):
+def test_average_is_the_mean_of_the_tasks_means(parameters):
     scores = [("vt", 8, [1.0, 0.0, 0.5]), ("cwe", 8, [0.2]), ("vt", 4, [1.0])]
     results = [
         {"part": name, "length": length, "scores": {"string_match": score}}
@@ -405,13 +405,13 @@ def test_average_is_the_mean_of_the_tasks_means(given):
         for score in of
     ]
     results.append({"part": "cwe", "length": 8, "scores": {}})
-    assert tasks.make("ruler", given).summary(results) == {
+    assert tasks.make("ruler", parameters).summary(results) == {
         "average of 2 tasks, 8 tokens": pytest.approx(0.35),
     }
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("parameters", "words"),
     [
         (["tasks=vt,wt"], "unknown RULER task wt; choose from niah_single_1"),
         (["tasks=vt", "lengths=0"], "lengths must be numbers of tokens"),
@@ -422,9 +422,9 @@ def test_average_is_the_mean_of_the_tasks_means(given):
         (["tasks=vt,qa_2"], "qa_2 needs HotpotQA's hotpot_dev_distractor_v1.json"),
     ],
 )
-def test_invalid_parameters_give_one_line_errors(given, words):
+def test_invalid_parameters_give_one_line_errors(parameters, words):
     with pytest.raises(UsageError, match=f"ruler: {words}") as error:
-        tasks.make("ruler", given)
+        tasks.make("ruler", parameters)
     assert "\n" not in str(error.value)
 
 
@@ -508,24 +508,24 @@ def test_token_across_text_and_question_belongs_to_the_question(model, monkeypat
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_kept_tokens_do_not_depend_on_a_question_asked_after(bytewise, policy):
-    def positions_after(known):
+    def positions_after(names_question):
         rows = []
         with closing(reader_of(bytewise, policy, prefill="whole")) as reader:
             for question in QUESTIONS:
-                n = reader.ask(TEXT + question, 8, question="" if known else question, opening="It")
-                assert (n == reader.n_read) is known
+                n = reader.ask(TEXT + question, 8, question="" if names_question else question, opening="It")
+                assert (n == reader.n_read) is names_question
                 n_text = len(bytewise.tokenize(TEXT, start=True))
-                assert known or n == n_text
+                assert names_question or n == n_text
                 pos = reader.engine.cells().pos
                 rows.append([sorted(row[(row >= 0) & (row < n_text)]) for row in pos])
                 # no row exceeds the budget while the question is read
                 assert reader.engine.cells().live.max() < 64
         return rows
 
-    first, second = positions_after(known=False)
+    first, second = positions_after(names_question=False)
     assert first == second
     assert {len(row) for row in first} == {24}
-    first, second = positions_after(known=True)
+    first, second = positions_after(names_question=True)
     assert first != second
 
 

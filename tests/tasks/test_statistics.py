@@ -136,9 +136,9 @@ def test_paired_interval_of_equal_hits_has_a_width():
 def test_margin_of_a_difference_is_students_over_eight_blocks_of_the_text():
     difference = np.random.default_rng(0).normal(size=2048)
     error = difference.reshape(8, 256).mean(axis=1).std(ddof=1) / np.sqrt(8)
-    want = [difference.mean(), error, 2.3646 * error]
+    expected = [difference.mean(), error, 2.3646 * error]
     assert [*statistics.mean_of_text(statistics.block_sums(difference), 2048)] == pytest.approx(
-        want, rel=1e-4
+        expected, rel=1e-4
     )
     assert statistics.mean_of_text(np.arange(7.0), 7) == (3, None, None)
     assert statistics.mean_of_text(np.arange(8.0), 8)[1] == pytest.approx(np.sqrt(6 / 8))

@@ -378,12 +378,14 @@ def test_differences_to_the_first_evaluation_are_paired_by_item(tmp_path):
     results = measured(ITEMS, path, about | {"policy": "tova"})
     for i, record in enumerate(results.records):
         record["scores"] = {"length": record["scores"]["length"] + i}
-    baseline, found = results.differences()
+    baseline, differences = results.differences()
     assert baseline == {"policy": "h2o", "options": None, "budget": None}
-    assert set(found) == {"length"}
+    assert set(differences) == {"length"}
     half = 3.1824 * np.std([1, 2, 3, 4], ddof=1) / 2
-    assert (found["length"].mean, found["length"].n) == (2.5, 4)
-    assert (found["length"].low, found["length"].high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-4)
+    assert (differences["length"].mean, differences["length"].n) == (2.5, 4)
+    assert (differences["length"].low, differences["length"].high) == pytest.approx(
+        (2.5 - half, 2.5 + half), rel=1e-4
+    )
     # fields in which the evaluations differ are named, also those that old records lack
     baseline, _ = measured(ITEMS, path, about | {"type_k": "q8_0", "policy_sha256": "p"}).differences()
     others = {"type_k": "f16", "policy_sha256": None}
@@ -401,7 +403,7 @@ def test_interval_depends_on_the_kind_of_score():
 
 
 @pytest.mark.parametrize(
-    ("task", "references", "text", "found"),
+    ("task", "references", "text", "expected"),
     [
         ("passkey", ["12345"], " 12345. Remember it.", 1),
         ("passkey", ["12345"], "1234 5", 0),
@@ -409,11 +411,11 @@ def test_interval_depends_on_the_kind_of_score():
         ("needle", ["sandwich", "Dolores Park"], "Eat a sandwich in a park.", 0),
     ],
 )
-def test_found_is_1_if_the_answer_contains_all_references(task, references, text, found):
+def test_found_is_1_if_the_answer_contains_all_references(task, references, text, expected):
     reader = SimpleNamespace(read=lambda prompt, n_answer, uncut: None, write=lambda n_max: text)
     answer = tasks.make(task, []).answer(Item("1", "", references), reader)
     assert answer.output == text
-    assert answer.scores == {"found": found}
+    assert answer.scores == {"found": expected}
 
 
 def test_every_task_has_a_docstring_and_a_source():
@@ -426,7 +428,7 @@ def test_every_task_has_a_docstring_and_a_source():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("parameter", "words"),
     [
         ("depths=2", "depths must be in 0..1"),
         ("lengths=0", "lengths must be numbers of tokens"),
@@ -437,9 +439,9 @@ def test_every_task_has_a_docstring_and_a_source():
         ("size", "name=value"),
     ],
 )
-def test_invalid_parameters_raise_usage_error(given, words):
+def test_invalid_parameters_raise_usage_error(parameter, words):
     with pytest.raises(UsageError, match=words):
-        tasks.make("passkey", [given])
+        tasks.make("passkey", [parameter])
 
 
 SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2", "-t", "1")
@@ -520,9 +522,9 @@ def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path
     assert title in run_kvtool(*second).stdout
     summary = json.loads(run_kvtool(*second, "--json").stdout.splitlines()[-1])
     assert summary["first"] == {"policy": "full", "options": [], "budget": None}
-    found = summary["minus_first"]["found"]
-    assert found["n"] == 4
-    assert found["low"] < found["mean"] < found["high"]
+    difference = summary["minus_first"]["found"]
+    assert difference["n"] == 4
+    assert difference["low"] < difference["mean"] < difference["high"]
     assert run_kvtool(*command, "--policy", "full").stdout == alone
     other_type = run_kvtool(*command, "--policy", "full", "-ctk", "q8_0", "-ctv", "q8_0")
     assert "minus full, type_k f16, type_v f16 (first in the file)" in other_type.stdout
@@ -555,7 +557,7 @@ def test_intervals_are_within_the_range_of_a_score(name, values, low, high):
 
 
 def test_intervals_of_differences_are_within_the_range_of_differences(tmp_path):
-    path, found = tmp_path / "out.jsonl", []
+    path, all_differences = tmp_path / "out.jsonl", []
     for policy, values in (("full", [0, 0, 1]), ("h2o", [1, 0.9, 0])):
         about = dict.fromkeys(("task", "task_params", "chat", "max_prompt", "temp", "seed", "model_sha256"))
         about |= {"policy": policy, "options": [], "budget": None}
@@ -566,9 +568,9 @@ def test_intervals_of_differences_are_within_the_range_of_differences(tmp_path):
         engine["policy"] = SimpleNamespace(n_asked=1, budget=1)
         reader = SimpleNamespace(n_read=1, is_cut=False, engine=SimpleNamespace(**engine))
         assert len(list(results.measure(task, reader))) == 3
-        found.append(results.differences())
-    assert found[0] is None
-    differences = found[1][1]
+        all_differences.append(results.differences())
+    assert all_differences[0] is None
+    differences = all_differences[1][1]
     assert (differences["f1"].low, differences["f1"].high) == (-1, 1)
     # a difference of log-probabilities has no limits
     assert differences["logp"].low < -1
@@ -675,12 +677,12 @@ def test_eval_without_arguments_lists_the_tasks():
     assert ["digits", "Number of digits of the key. [default: 5]"] in lines
 
 
-@pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
-def test_real_model_finds_the_passkey_only_if_it_is_held(smollm2, share_of, policy, found):
+@pytest.mark.parametrize(("policy", "expected"), [(("full",), 1), (("local", "--budget", "128"), 0)])
+def test_real_model_finds_the_passkey_only_if_it_is_held(smollm2, share_of, policy, expected):
     lengths = f"lengths={share_of(300, 512)}"
     done = run_kvtool(
         *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),
         *("--set", "depths=0.3", "--set", "repeats=1", "--json"),
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["summary"]["found"]["mean"] == found
+    assert json.loads(done.stdout.splitlines()[-1])["summary"]["found"]["mean"] == expected

@@ -123,15 +123,15 @@ def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
         return f"FAILS ({type(error).__name__}: {str(error)[:150]})"
 
 
-def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
+def _same(actual: np.ndarray, expected: np.ndarray, tolerance: float = 0.0) -> str:
     """Compare logits or NLLs.
 
     tolerance: allowed difference, divided by the results' standard deviation.
     """
-    assert np.isfinite(want).all(), "not finite"
-    assert np.isfinite(got).all(), "not finite"
-    assert want.std() > 0, "all are alike"
-    apart = float(np.abs(got - want).max() / want.std())
+    assert np.isfinite(expected).all(), "not finite"
+    assert np.isfinite(actual).all(), "not finite"
+    assert expected.std() > 0, "all are alike"
+    apart = float(np.abs(actual - expected).max() / expected.std())
     return "ok" if apart <= tolerance else f"FAILS ({apart:.2g})"
 
 
@@ -172,8 +172,8 @@ def alike(path: Path) -> str:
         decoder.remove(n_first, n_first + n_gone)
         api.llama_memory_seq_add(decoder._memory, 0, 0, n_first, n_gone)
 
-    want, got = _then(path, n, n_more, remove, Decoder), _then(path, n, n_more, evict)
-    return _same(got, want, ROUNDING)
+    expected, actual = _then(path, n, n_more, remove, Decoder), _then(path, n, n_more, evict)
+    return _same(actual, expected, ROUNDING)
 
 
 def permuted(path: Path) -> str:
@@ -188,21 +188,21 @@ def permuted(path: Path) -> str:
         ]
         context.apply(np.array(moves, np.int32), n, 0)
 
-    want, got = (_then(path, n, n_more, edit) for edit in (lambda context: None, permute))
-    return _same(got, want, ORDER)
+    expected, actual = (_then(path, n, n_more, edit) for edit in (lambda context: None, permute))
+    return _same(actual, expected, ORDER)
 
 
 def ragged(path: Path) -> str:
     n, n_keep, n_more = 60, 40, 20
 
-    def chosen(context: Context) -> np.ndarray:
+    def selected(context: Context) -> np.ndarray:
         rng = np.random.default_rng(3)
         return np.stack([rng.permutation(n)[:n_keep] for _ in range(context.n_row)])
 
     def evict(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, cells in enumerate(chosen(context))
+            for row, cells in enumerate(selected(context))
             for dst, src in enumerate(cells.tolist())
         ]
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep)
@@ -210,17 +210,17 @@ def ragged(path: Path) -> str:
     def hide(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, cells in enumerate(chosen(context))
+            for row, cells in enumerate(selected(context))
             for dst, src in enumerate([*cells.tolist(), *np.setdiff1d(np.arange(n), cells).tolist()])
         ]
         n_keep_row = np.full(context.n_row, n_keep, np.int32)
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep, n_keep_row=n_keep_row)
 
-    want = _then(path, n, n_more, evict)
-    got = _then(path, n, n_more, hide, ragged=True)
+    expected = _then(path, n, n_more, evict)
+    actual = _then(path, n, n_more, hide, ragged=True)
     other = _then(path, n, n_more, lambda context: None)
-    assert np.abs(other - want).max() > 10 * np.abs(got - want).max(), "evictions change nothing"
-    return _same(got, want, ROUNDING)
+    assert np.abs(other - expected).max() > 10 * np.abs(actual - expected).max(), "evictions change nothing"
+    return _same(actual, expected, ROUNDING)
 
 
 def _then(
@@ -246,12 +246,12 @@ def graph(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
         tokens = random_tokens(320, n_vocab=engine.model.n_vocab)
-        want = perplexity.stream(engine, tokens)
+        expected = perplexity.stream(engine, tokens)
     with open_engine(path, policy) as engine:
         engine.context.apply = partial(engine.context.apply, force_graph=True)
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.n_restart > 0, "no key was turned"
-    return _same(got, want)
+    return _same(actual, expected)
 
 
 def saved(path: Path) -> str:
@@ -260,12 +260,12 @@ def saved(path: Path) -> str:
         tokens = random_tokens(150, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:100])
         state = {name: array.copy() for name, array in engine.save()}
-        want = perplexity.stream(engine, tokens[100:])
+        expected = perplexity.stream(engine, tokens[100:])
     with open_engine(path, policy) as restored:
         perplexity.stream(restored, tokens[20:60])
         restored.restore(state)
-        got = perplexity.stream(restored, tokens[100:])
-    return _same(got, want)
+        actual = perplexity.stream(restored, tokens[100:])
+    return _same(actual, expected)
 
 
 def endless(path: Path) -> str:

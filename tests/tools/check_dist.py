@@ -146,8 +146,8 @@ def with_build(place: Place, wheels: list[Path]) -> list[object]:
     assert "problem: there is no llama.cpp yet\n  fix it with: kvtool build" in doctor
     listed = place.run(*kvtool, "models", "list", "--all", env={"COLUMNS": "200"})
     assert all(name in listed for name in registry()), listed
-    shown = json.loads(place.run(*kvtool, "policies", "--json"))
-    assert {policy["name"] for policy in shown} == set(policies.names()), shown
+    policy_list = json.loads(place.run(*kvtool, "policies", "--json"))
+    assert {policy["name"] for policy in policy_list} == set(policies.names()), policy_list
     env = {"KVTOOL_WHEELS": str(wheels[1].parent)}
     for start in ("installed: llama.cpp for ", "already installed: llama.cpp for "):
         (line,) = place.run(*kvtool, "build", env=env).splitlines()

@@ -299,14 +299,14 @@ def reading(visit: Visitor) -> None:
 def files(visit: Visitor) -> None:
     """Text files are added to the message, with their sizes. Other files are refused by name."""
     with visit.page(fake=True) as page:
-        chosen = page.locator("#file")
+        file_input = page.locator("#file")
         long = "tea\r\n```\ncake\n```\n" * 100
         notes = {"name": "notes.txt", "mimeType": "text/plain", "buffer": long.encode()}
         wide = {"name": "wide.txt", "mimeType": "text/plain", "buffer": "\ufeff\u00e9\n".encode("utf-16-le")}
-        chosen.set_input_files([notes, wide])
+        file_input.set_input_files([notes, wide])
         items = page.get_by_label("Attached files").locator("li")
         expect(items).to_have_text(["notes.txt, 1.8 KiB\u00d7", "wide.txt, 6 B\u00d7"])
-        chosen.set_input_files(
+        file_input.set_input_files(
             [
                 {"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\0\0"},
                 {"name": "big.log", "mimeType": "text/plain", "buffer": b"x" * (3 * 2**20)},
@@ -339,7 +339,7 @@ def files(visit: Visitor) -> None:
         assert message["content"].endswith("````\n\nAnd now?")
         # a message may consist of only a file
         page.get_by_role("button", name="New chat").click()
-        chosen.set_input_files([notes])
+        file_input.set_input_files([notes])
         page.get_by_role("button", name="Send").click()
         wait_for_request(page, 2)
         assert page.evaluate("requests[1].body.messages[0].content").startswith("notes.txt:")

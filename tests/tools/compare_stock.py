@@ -125,8 +125,8 @@ def compare(site, archs):
             paths += [path for path in sorted(archs.glob("*.gguf")) if not unsupported(read(path))]
         names = [*MODELS, *(path.stem for path in paths[len(MODELS) :])]
         sides = {}
-        for name, where, is_patched in (("stock", site, False), ("patched", None, True)):
-            path, patched = run(folder / name, where, paths)
+        for name, folder_of_library, is_patched in (("stock", site, False), ("patched", None, True)):
+            path, patched = run(folder / name, folder_of_library, paths)
             if patched != is_patched:
                 sys.exit(f"{path} is {'patched' if patched else 'not patched'}; it was to be the {name} one")
             print(f"{name}: {path}")

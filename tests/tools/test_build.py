@@ -158,15 +158,15 @@ def test_pip_does_not_use_its_own_wheel_cache(place, tmp_path):
 
 def test_progress_without_a_terminal_prints_a_line_per_tenth(place, capfd):
     build.build(place, "")
-    shown = [line.strip() for line in capfd.readouterr().err.splitlines() if "/100" in line]
-    assert shown == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
+    lines = [line.strip() for line in capfd.readouterr().err.splitlines() if "/100" in line]
+    assert lines == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
 
 
 def test_progress_on_a_terminal_is_one_line(place, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     build.build(place, "")
-    shown = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
-    assert shown.endswith("100/100 [####################]")
+    line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
+    assert line.endswith("100/100 [####################]")
 
 
 def test_failed_build_names_errors_and_log_and_keeps_no_wheel(place, tmp_path, monkeypatch):
@@ -393,7 +393,7 @@ def kvtool_build(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "built"),
+    ("arguments", "cmake_args", "built"),
     [
         (["--cuda"], None, "-DGGML_CUDA=on"),
         (["--vulkan", "--cuda"], "", "-DGGML_CUDA=on -DGGML_VULKAN=on"),
@@ -408,13 +408,13 @@ def kvtool_build(place, tmp_path, monkeypatch):
     ],
 )
 def test_command_builds_with_the_given_flags_and_remembers_them(
-    kvtool_build, monkeypatch, arguments, given, built
+    kvtool_build, monkeypatch, arguments, cmake_args, built
 ):
     monkeypatch.setenv("CMAKE_ARGS", "-DFIRST=1")
     assert kvtool_build().exit_code == 0
     monkeypatch.delenv("CMAKE_ARGS")
-    if given is not None:
-        monkeypatch.setenv("CMAKE_ARGS", given)
+    if cmake_args is not None:
+        monkeypatch.setenv("CMAKE_ARGS", cmake_args)
     done = kvtool_build(*arguments)
     assert done.exit_code == 0, done.output
     words = f" with {built}" if built else ""
@@ -429,9 +429,13 @@ def test_cpu_build_on_a_mac_turns_metal_off(monkeypatch):
     assert flags.device_args(["metal"]) == "-DGGML_METAL=on"
 
 
-@pytest.mark.parametrize(("arguments", "given"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")])
-def test_cpu_together_with_a_device_is_a_usage_error(kvtool_build, monkeypatch, tmp_path, arguments, given):
-    monkeypatch.setenv("CMAKE_ARGS", given)
+@pytest.mark.parametrize(
+    ("arguments", "cmake_args"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")]
+)
+def test_cpu_together_with_a_device_is_a_usage_error(
+    kvtool_build, monkeypatch, tmp_path, arguments, cmake_args
+):
+    monkeypatch.setenv("CMAKE_ARGS", cmake_args)
     done = kvtool_build(*arguments)
     assert done.exit_code == UsageError.exit_code
     assert done.stderr.count("\n") == 1
