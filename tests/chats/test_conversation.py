@@ -288,14 +288,14 @@ def test_thinking_budget_that_the_session_lacks_is_restored(chat, tmp_path):
 
 
 def test_session_of_an_earlier_version_has_the_thinking_budget_among_its_options(chat, tmp_path):
-    talk, again = chat(), chat()
+    talk, resumed = chat(), chat()
     talk.set_effort(None, 64)
     "".join(talk.reply("Name a fruit.", 4))
     ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions()).save(tmp_path / "chat.kvs")
     meta, arrays = session.read(tmp_path / "chat.kvs")
     assert meta.pop("thought_budget") == meta["options"]["think_budget"] == 64
-    again.resume(meta, arrays)
-    assert again.thought_budget == 64
+    resumed.resume(meta, arrays)
+    assert resumed.thought_budget == 64
 
 
 def test_turns_rendered_with_another_thinking_budget_cannot_be_undone(chat):
@@ -333,52 +333,52 @@ def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
     others = [{"role": "system", "content": "Be brief."}][:n_system]
     for text in replies:
         others += [user, {"role": "assistant", "content": text}]
-    again = chat()
-    again.reread(others)
+    reread = chat()
+    reread.reread(others)
     expected = [each for reply in replies.values() for each in (user, reply)]
-    wanted_all = [*others[:n_system], *expected]
-    assert again.messages == wanted_all
+    expected_all = [*others[:n_system], *expected]
+    assert reread.messages == expected_all
     # the penalties count the replies
     texts = [each["content"] for each in replies.values()]
     tokens = np.concatenate([model.tokenize(text) for text in texts])
-    assert [*again.writer.sampler.recent] == tokens[-again.writer.sampler.recent.maxlen :].tolist()
-    assert (again.system, again.n_turn, again.n_reply) == ("Be brief." if n_system else None, 4, 4)
-    text = b"".join(model.piece(token, special=True) for token in again.writer.unread.tolist()).decode()
-    assert text + "[e]" == again.template.render(again.messages, reply=False)
+    assert [*reread.writer.sampler.recent] == tokens[-reread.writer.sampler.recent.maxlen :].tolist()
+    assert (reread.system, reread.n_turn, reread.n_reply) == ("Be brief." if n_system else None, 4, 4)
+    text = b"".join(model.piece(token, special=True) for token in reread.writer.unread.tolist()).decode()
+    assert text + "[e]" == reread.template.render(reread.messages, reply=False)
     # the next turn first reads the text; to undo this turn, nothing is read again
-    again.writer.read(again.writer.unread[:0])
-    n = again.writer.engine.n_past
-    list(again.reply("and now?", 4))
-    again.undo()
-    assert (again.writer.engine.n_past, len(again.writer.unread)) == (n, 0)
+    reread.writer.read(reread.writer.unread[:0])
+    n = reread.writer.engine.n_past
+    list(reread.reply("and now?", 4))
+    reread.undo()
+    assert (reread.writer.engine.n_past, len(reread.writer.unread)) == (n, 0)
     # of the old turns, only the last can be taken back
-    assert again.undo() == turn_label(user["content"])
-    assert again.undo() is None
-    text = b"".join(model.piece(token, special=True) for token in again.writer.stream.tolist()).decode()
-    assert text + "[e]" == again.template.render(wanted_all[:-2], reply=False)
-    list(again.reply("and now?", 4))
-    assert again.messages[:-1] == [*wanted_all[:-2], {"role": "user", "content": "and now?"}]
+    assert reread.undo() == turn_label(user["content"])
+    assert reread.undo() is None
+    text = b"".join(model.piece(token, special=True) for token in reread.writer.stream.tolist()).decode()
+    assert text + "[e]" == reread.template.render(expected_all[:-2], reply=False)
+    list(reread.reply("and now?", 4))
+    assert reread.messages[:-1] == [*expected_all[:-2], {"role": "user", "content": "and now?"}]
 
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_only_turn_of_a_reread_chat_can_be_replaced(chat, is_read):
-    other, again = chat(), chat()
-    again.reread([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], "Be brief.")
+    other, reread = chat(), chat()
+    reread.reread([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], "Be brief.")
     if is_read:
-        again.writer.read(again.writer.unread[:0])
-    assert again.undo_turn() == "one"
+        reread.writer.read(reread.writer.unread[:0])
+    assert reread.undo_turn() == "one"
     other.reset("Be brief.")
-    for each in (again, other):
+    for each in (reread, other):
         each.read_turn("three")
-    assert again.writer.stream.tolist() == other.writer.stream.tolist()
-    assert again.writer.engine.n_pinned == other.writer.engine.n_pinned
+    assert reread.writer.stream.tolist() == other.writer.stream.tolist()
+    assert reread.writer.engine.n_pinned == other.writer.engine.n_pinned
 
 
 def test_reread_of_a_chat_without_turns_starts_a_new_chat(chat):
-    again = chat()
-    again.reread([])
-    again.reread([{"role": "system", "content": "Be brief."}])
-    assert (again.system, again.n_turn, again.writer.is_new) == ("Be brief.", 0, True)
+    reread = chat()
+    reread.reread([])
+    reread.reread([{"role": "system", "content": "Be brief."}])
+    assert (reread.system, reread.n_turn, reread.writer.is_new) == ("Be brief.", 0, True)
 
 
 def test_undo_of_reset_restores_the_chat_even_if_saving_failed(chat, tmp_path, monkeypatch):
@@ -490,21 +490,21 @@ def test_undone_turns_leave_no_trace_in_the_archive(keep, tmp_path, has_session)
     assert talk.messages == plain.messages
     check_alike(talk, plain)
     if has_session:
-        again, again_files = keep(tmp_path / "chat.kvs")
+        resumed, resumed_files = keep(tmp_path / "chat.kvs")
         files.close()
-        again_files.resume(tmp_path / "chat.kvs")
-        check_alike(again, plain)
-        for each in (again, again_files), (plain, plain_files):
+        resumed_files.resume(tmp_path / "chat.kvs")
+        check_alike(resumed, plain)
+        for each in (resumed, resumed_files), (plain, plain_files):
             say(*each, "Why?")
-        assert again.messages == plain.messages
+        assert resumed.messages == plain.messages
         # turns from before the session was resumed can be undone
-        assert again.undo() == 'the turn "Why?"'
-        assert again.undo() == 'the turn "Of whom?"'
-        again_files.keep_session(undone=True)
+        assert resumed.undo() == 'the turn "Why?"'
+        assert resumed.undo() == 'the turn "Of whom?"'
+        resumed_files.keep_session(undone=True)
         for text in ("Of whom?", "Why?"):
-            say(again, again_files, text)
-        assert again.messages == plain.messages
-        check_alike(again, plain)
+            say(resumed, resumed_files, text)
+        assert resumed.messages == plain.messages
+        check_alike(resumed, plain)
         assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
 
 
@@ -615,10 +615,10 @@ def test_undo_takes_back_the_turns_of_a_loaded_chat_and_then_the_load(chat, tmp_
     take_back(talk, files, 'the turn "And then?"', *turns[:n_loaded][::-1], "/load", *turns[:2][::-1])
     assert talk.undo() is None
     files.close()
-    again, files = talker("saved")
+    resumed, files = talker("saved")
     files.resume(files.path)
-    take_back(again, files, 'the turn "And then?"', *turns[:n_loaded][::-1])
-    assert again.undo() is None
+    take_back(resumed, files, 'the turn "And then?"', *turns[:n_loaded][::-1])
+    assert resumed.undo() is None
     files.close()
 
 
@@ -680,18 +680,18 @@ def test_archive_file_follows_its_session_on_save_rename_and_load(keep, tmp_path
         other_files.keep_session(undone=True)
         other_files.check()
     assert everything(other) == second
-    rest = ["b", "b.archive", "moved", "moved.archive"]
+    expected_names = ["b", "b.archive", "moved", "moved.archive"]
     # the chat that began with /load moves from a to a.2
-    assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
+    assert names() == ["a", "a.2", "a.2.archive", "a.archive", *expected_names]
     # start a new stream that has different tokens at the same positions
     other.remember("/reset")
     other.reset("Be brief.")
     for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):
         say(other, other_files, text)
     fourth = everything(other)
-    again, again_files = keep(tmp_path / "a")
-    again_files.resume(tmp_path / "a")
-    assert everything(again) == fourth
+    resumed, resumed_files = keep(tmp_path / "a")
+    resumed_files.resume(tmp_path / "a")
+    assert everything(resumed) == fourth
 
 
 def test_save_never_replaces_another_chat_without_confirmation(chat, tmp_path):

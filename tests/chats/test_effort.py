@@ -77,9 +77,9 @@ def test_thinking_budget_reaches_a_template_that_reads_it():
 
 
 def test_template_variables_change_rendering_and_derived_properties():
-    off = SWITCHED.under({"enable_thinking": False})
+    without_thoughts = SWITCHED.under({"enable_thinking": False})
     assert SWITCHED.reply_start().endswith("[assistant] ")
-    assert off.reply_start().endswith("[assistant] <think></think>")
+    assert without_thoughts.reply_start().endswith("[assistant] <think></think>")
     assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
     assert OPENS.under({"thinking": False}).under({}).opens_thought
     # a variable may have any JSON value, but it cannot override `messages` or `add_generation_prompt`

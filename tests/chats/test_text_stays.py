@@ -220,12 +220,12 @@ def test_word_tokens_in_texts_stay_tokens_except_in_tool_results(vocab):
     turns = "{% for m in messages %}<|user|>{{ m.content }}  </result>{% endfor %}"
     template = Template(turns, "", "", model.markers)
     word_of = {int(model.tokenize(word)[0]): word for word in words}
-    for role, some in (("system", ["</result>"]), ("user", ["</result>"]), ("tool", [])):
+    for role, expected in (("system", ["</result>"]), ("user", ["</result>"]), ("tool", [])):
         text = "a  <b>c</b> <|user|></result>d"
         tokens = tokens_of(model, template.render([message(role, text)]))
         assert text_of(model, tokens) == f"<|user|>{text}  </result>"
         marked = [word_of[token] for token in tokens.tolist() if token in word_of]
-        assert marked == ["<|user|>", "  ", "<b>", *some, "  ", "</result>"]
+        assert marked == ["<|user|>", "  ", "<b>", *expected, "  ", "</result>"]
     model = vocab(words=words, space_prefix=True)
     text = Template(turns, "", "", model.markers).render([message("tool", "a<|user|></result>d")])
     assert text_of(model, tokens_of(model, text)) == "<|user|> a<|user|></result>d  </result>"

@@ -160,8 +160,8 @@ def test_later_turns_do_not_see_thoughts_that_the_template_drops(talk, opening, 
     assert thinking_chat.messages[-1]["content"] == reply
     # the thought is dropped: `thinking_chat` has the same tokens as `plain_chat`, whose reply had no thought
     assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
-    again = f"{opening and 'Hm.</think>'}Yes."
-    for each, text in ((thinking_chat, again), (plain_chat, "Yes.")):
+    second_reply = f"{opening and 'Hm.</think>'}Yes."
+    for each, text in ((thinking_chat, second_reply), (plain_chat, "Yes.")):
         says(each, text)
         assert "".join(each.reply("Are you sure?")) == text
     assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
@@ -212,9 +212,9 @@ def test_thoughts_in_control_token_tags_are_separated_and_dropped(talk):
     assert thinking_chat.messages[-1]["content"] == "It is seven."
     assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
     # a reply that has no thought is not changed
-    again = HEADERS.plain + "Yes."
+    second_reply = HEADERS.plain + "Yes."
     for each in (thinking_chat, plain_chat):
-        says(each, again)
+        says(each, second_reply)
         "".join(each.reply("Are you sure?"))
     text = Template(HEADED, "", "").render(thinking_chat.messages, reply=False).removesuffix("<|im_end|>")
     assert (

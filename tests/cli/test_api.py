@@ -58,8 +58,8 @@ def test_first_example_of_python_docs_streams_a_reply(run, capsys):
     assert engine.n_kv <= 96 < engine.n_past
     engine.reset()
     writer = Writer(engine, Sampler(engine.model))
-    again = Conversation(writer, template_of(engine.model), "You are a patient teacher.")
-    pieces = list(again.reply("What is a tide?", 24))
+    repeated = Conversation(writer, template_of(engine.model), "You are a patient teacher.")
+    pieces = list(repeated.reply("What is a tide?", 24))
     assert len(pieces) > 20
     assert reply.startswith("".join(pieces))
 
@@ -68,10 +68,10 @@ def test_examples_of_python_docs_run_and_print_true_numbers(run, capsys):
     code = blocks("docs/python.md")[1:]
     names = run(code[0])
     engine = names["engine"]
-    written = capsys.readouterr().out
+    output = capsys.readouterr().out
     # the last tokens depend on the CPU, so only the length of the text is checked
     assert engine.n_past > engine.policy.budget
-    assert len(engine.model.tokenize(written)) > engine.policy.budget - 16
+    assert len(engine.model.tokenize(output)) > engine.policy.budget - 16
     run(code[1])
     lines = capsys.readouterr().out.splitlines()
     share = names["share"]

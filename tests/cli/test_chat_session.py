@@ -176,10 +176,10 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     same_name.parent.mkdir()
     shutil.copy(other_model, same_name)
 
-    again = f"read its text again with `--reread {path} --session NEW.kv`\n"
+    advice = f"read its text again with `--reread {path} --session NEW.kv`\n"
 
     def out(*flags):
-        return f"; leave out {' and '.join(flags)} to continue it, or {again}"
+        return f"; leave out {' and '.join(flags)} to continue it, or {advice}"
 
     for options, word in (
         (["--policy", "tova"], "--policy h2o; it cannot continue with --policy tova" + out("--policy")),
@@ -202,7 +202,7 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
         assert done.stderr.startswith(f"kvtool: {path} was started with ")
         assert path.read_bytes() == before
     done = run_kvtool(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
-    assert_one_line(done, 9, f"another system prompt; leave --system out, or {again.replace('its', 'the')}")
+    assert_one_line(done, 9, f"another system prompt; leave --system out, or {advice.replace('its', 'the')}")
     assert path.read_bytes() == before
     # Without -m, kvtool finds the model of the session itself. If another file has replaced the model, the
     # error can name no option to leave out.
@@ -211,7 +211,7 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     shutil.copy(other_model, model_copy)
     done = run_kvtool("chat", "--session", tmp_path / "own.kv", stdin="two\n")
     assert_one_line(done, 9, "own.gguf of SHA-256 ")
-    assert done.stderr.endswith(f"; {again.replace('chat.kvs', 'own.kv')}")
+    assert done.stderr.endswith(f"; {advice.replace('chat.kvs', 'own.kv')}")
     # options that change only the sampling may differ
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 
@@ -227,8 +227,10 @@ def test_reread_chat_begins_with_the_rendered_text_of_another_session(chat_model
     assert run_kvtool(*words).returncode == 0
     # the session is written before the first turn
     assert exported(new) == text
-    again = run_kvtool(*words, stdin=f"{TURNS[4]}\n")
-    assert_one_line(again, 2, f"{new} holds a chat; leave out --reread to continue it, or name a new file\n")
+    resumed = run_kvtool(*words, stdin=f"{TURNS[4]}\n")
+    assert_one_line(
+        resumed, 2, f"{new} holds a chat; leave out --reread to continue it, or name a new file\n"
+    )
     assert run_kvtool("chat", "--session", new, stdin=f"{TURNS[4]}\n").returncode == 0
     assert exported(new)[:-2] == text
     meta, arrays = session.read(new)
@@ -266,7 +268,7 @@ def test_reread_takes_an_exported_chat(chat_model, tmp_path):
         {"role": "assistant", "content": "Yes."},
     ]
     words = ("chat", "-m", chat_model, "-t", 1, "--session", new, "--reread", path)
-    refused = f"{path} is neither a session nor a JSON list of messages, each with role and content; "
+    message = f"{path} is neither a session nor a JSON list of messages, each with role and content; "
     for wrong in (
         '["One?"]',
         "[" * 9999,
@@ -274,7 +276,7 @@ def test_reread_takes_an_exported_chat(chat_model, tmp_path):
         json.dumps([{**chat[2], "tool_calls": [{"id": "c1"}]}]),
     ):
         path.write_text(wrong)
-        assert_one_line(run_kvtool(*words), 9, refused)
+        assert_one_line(run_kvtool(*words), 9, message)
     exported_as = "the output of `kvtool session export --json`; name such a file\n"
     for wrong in ('{"messages": []}', "user: One?\n", ""):
         path.write_text(wrong)
@@ -345,10 +347,10 @@ def test_full_session_advises_a_new_session(talk, tmp_path, options, advice):
     # nothing is saved yet, so other options work
     assert first.stderr.endswith(f"; {advice}\n")
     assert talk(TURNS[:1], *options).returncode == 0
-    refused = talk([long])
-    assert (first.returncode, refused.returncode) == (6, 6)
-    again = f"`--reread {path} --session NEW.kv` reads this chat's text again\n"
-    assert refused.stderr.endswith(f"; {advice}, in a new session: {again}")
+    done = talk([long])
+    assert (first.returncode, done.returncode) == (6, 6)
+    reread_advice = f"`--reread {path} --session NEW.kv` reads this chat's text again\n"
+    assert done.stderr.endswith(f"; {advice}, in a new session: {reread_advice}")
 
 
 def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_path):

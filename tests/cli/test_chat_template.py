@@ -27,11 +27,11 @@ def bare(tmp_path_factory):
 def template(tmp_path):
     """template(source): write a template to a file, and return the file's path."""
 
-    def written(source, name="template.jinja"):
+    def write(source, name="template.jinja"):
         (tmp_path / name).write_text(source)
         return tmp_path / name
 
-    return written
+    return write
 
 
 @pytest.mark.parametrize("flag", ["--chat-template", "--chat-template-file"])

@@ -303,18 +303,18 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     chat.leave()
     path = tmp_path / "kvtool" / "chat-history"
     assert path.stat().st_mode & 0o077 == 0
-    again = terminal("--session", tmp_path / "chat.kv")
-    again.type(UP)
-    again.until("\n> /exit")
-    again.type(UP)
-    again.until("\n> the first thing")
-    again.say("")
+    resumed = terminal("--session", tmp_path / "chat.kv")
+    resumed.type(UP)
+    resumed.until("\n> /exit")
+    resumed.type(UP)
+    resumed.until("\n> the first thing")
+    resumed.say("")
     # after a search, Enter accepts the line, and a second Enter sends it
-    again.type("\x12first")
-    again.until("first thing")
-    again.type("\r")
-    again.say("")
-    again.kill()
+    resumed.type("\x12first")
+    resumed.until("first thing")
+    resumed.type("\r")
+    resumed.say("")
+    resumed.kill()
     assert user_messages(tmp_path / "chat.kv") == ["the first thing"] * 2
 
 
@@ -659,14 +659,14 @@ def test_leaving_with_unsaved_turns_needs_a_second_request(terminal, tmp_path, l
     assert chat.process.wait(TIMEOUT_S) == 0
     assert user_messages(path) == ["one"]
     assert user_messages(other) == ["one", "two", "three"]
-    again = terminal("--session", path)
-    resource.prlimit(again.process.pid, resource.RLIMIT_FSIZE, (100, full))
-    again.say("four")
-    again.type(leaving)
-    again.wait_for("1 turn was not saved; ")
-    again.wait_for("\n\n> ")
-    again.type(leaving)
-    assert again.process.wait(TIMEOUT_S) == 9
+    resumed = terminal("--session", path)
+    resource.prlimit(resumed.process.pid, resource.RLIMIT_FSIZE, (100, full))
+    resumed.say("four")
+    resumed.type(leaving)
+    resumed.wait_for("1 turn was not saved; ")
+    resumed.wait_for("\n\n> ")
+    resumed.type(leaving)
+    assert resumed.process.wait(TIMEOUT_S) == 9
 
 
 def test_plain_has_no_colours(terminal):
@@ -795,12 +795,12 @@ def test_continued_chat_shows_its_last_turn(terminal, tmp_path):
     chat.say("what was said")
     chat.leave()
     reply = session.read(path)[0]["messages"][-1]["content"]
-    again = terminal("--session", path)
+    resumed = terminal("--session", path)
     last = f"> what was said\n\n{reply.rstrip()}"
-    assert last in again.text
+    assert last in resumed.text
     copy = shutil.copy(path, tmp_path / "copy.kv")
-    assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
-    assert again.say(f"/load {copy}").endswith(last)
+    assert 'took back the turn "what was said"; the chat has no turns' in resumed.say("/undo")
+    assert resumed.say(f"/load {copy}").endswith(last)
 
 
 def test_chat_warns_at_its_start_about_a_base_model(terminal, talker, tmp_path):

@@ -105,14 +105,14 @@ def test_records_are_in_grid_order_and_resume_repeats_no_run(compare, whole, fol
     assert max(map(len, stdout.splitlines())) <= 125
     # all runs are done, so --resume runs nothing
     before = whole.read_text()
-    again = compare(*GRID, "--records", whole, "--resume")
-    assert again.stderr == "", again.stderr
-    assert again.stdout == stdout
+    resumed = compare(*GRID, "--records", whole, "--resume")
+    assert resumed.stderr == "", resumed.stderr
+    assert resumed.stdout == stdout
     assert whole.read_text() == before
     # `best_other` depends on the runs that a command compares, so --json prints it, but the file does not
     # have it
-    again = compare(*GRID, "--records", whole, "--resume", "--json")
-    printed = list(map(json.loads, again.stdout.splitlines()))
+    resumed = compare(*GRID, "--records", whole, "--resume", "--json")
+    printed = list(map(json.loads, resumed.stdout.splitlines()))
     assert [record["best_other"] for record in printed[2:]] == ["local", "h2o:window=20"]
     assert printed[2]["nll_minus_best"] == pytest.approx(-printed[3]["nll_minus_best"])
     assert all(record.items() <= line.items() for record, line in zip(records, printed, strict=True))
@@ -198,10 +198,10 @@ def test_compare_and_perplexity_give_the_same_results(whole, model, folder, envi
     record = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
     options += ("--max-tokens", 200, "--json")
-    alone = json.loads(kvtool("perplexity", "tide.txt", *options, cwd=folder, env=environment).stdout)
-    assert record["nll"] == pytest.approx(alone["nll"], abs=1e-12)
+    single_run = json.loads(kvtool("perplexity", "tide.txt", *options, cwd=folder, env=environment).stdout)
+    assert record["nll"] == pytest.approx(single_run["nll"], abs=1e-12)
     for name in ("cells", "kv_bytes", "state_bytes", "params", "budget", "policy"):
-        assert record[name] == alone[name], name
+        assert record[name] == single_run[name], name
 
 
 def test_text_longer_than_the_context_is_not_compared_with_full(compare):
@@ -238,12 +238,12 @@ def test_resume_runs_failed_runs_again(compare, folder):
     assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 runs failed; --resume tries them again"
     assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False]
     assert re.search(r"mine.py +- .*\n", done.stdout)
-    again = compare(*arguments, "--resume", "-v", check=False)
-    assert again.returncode == 1
+    resumed = compare(*arguments, "--resume", "-v", check=False)
+    assert resumed.returncode == 1
     assert re.search(
-        r'^Traceback .*:\n +File ".*mine.py", line 9, in plan\n +raise Value', again.stderr, re.M
+        r'^Traceback .*:\n +File ".*mine.py", line 9, in plan\n +raise Value', resumed.stderr, re.M
     )
-    assert "1 of 2 runs are done already" in again.stderr
+    assert "1 of 2 runs are done already" in resumed.stderr
     # the best record of a run counts
     assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False, True]
 

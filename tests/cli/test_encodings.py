@@ -147,8 +147,8 @@ def test_model_and_session_names_may_be_non_utf8(talker, tmp_path, env):
     assert shown_["turns"] == 2
     assert shown_["model"].endswith("/caf\ufffd[bold].gguf")
     assert b"[bold].gguf" in kvtool("session", "show", session_path, env=env).stdout
-    written = kvtool("generate", "-m", model, "-p", "hi", "-n", 2, "-t", 1, "--json", env=env)
-    assert json.loads(written.stdout)["model"].endswith("/caf\ufffd[bold].gguf")
+    generated = kvtool("generate", "-m", model, "-p", "hi", "-n", 2, "-t", 1, "--json", env=env)
+    assert json.loads(generated.stdout)["model"].endswith("/caf\ufffd[bold].gguf")
 
 
 @pytest.mark.parametrize(

@@ -506,9 +506,9 @@ time.time_ns = lambda: int(next(day) * 1e9)
 
 
 def test_jumping_clock_does_not_change_measured_times(model, tmp_path):
-    written = json.loads(python(f"{JUMPS}\n{RUN}", *WRITE, "-m", model, "--json").stdout)
-    assert 0 < written["prompt_s"] < 60
-    assert 0.1 < written["tokens_per_s"] < 1e5
+    result = json.loads(python(f"{JUMPS}\n{RUN}", *WRITE, "-m", model, "--json").stdout)
+    assert 0 < result["prompt_s"] < 60
+    assert 0.1 < result["tokens_per_s"] < 1e5
     (tmp_path / "text").write_text("Hello, hello. " * 20)
     done = python(f"{JUMPS}\n{RUN}", "perplexity", tmp_path / "text", "-t", 1, "-m", model, "--json")
     scored = json.loads(done.stdout)

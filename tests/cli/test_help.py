@@ -346,34 +346,34 @@ def test_prompt_may_be_argument_option_file_or_stdin(default_talker, tmp_path, m
     (tmp_path / "prompt.txt").write_text("Say hello.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
 
-    def answered(*arguments, stdin=""):
+    def reply_to(*arguments, stdin=""):
         done = kvtool("generate", *arguments, "-n", 6, "--temp", 0, "-t", 1, "--json", stdin=stdin)
         assert done.returncode == 0, done.stderr
         record = json.loads(done.stdout)
         return record["text"], record["prompt_tokens"]
 
-    expected = answered("-p", "Say hello.")
+    expected = reply_to("-p", "Say hello.")
     file = tmp_path / "prompt.txt"
     assert (
-        answered("Say hello.")
-        == answered("-f", file)
-        == answered("-f", "-", stdin="Say hello.\n")
+        reply_to("Say hello.")
+        == reply_to("-f", file)
+        == reply_to("-f", "-", stdin="Say hello.\n")
         == expected
     )
-    both = answered("Go on.", stdin="Say hello.")
-    assert answered("Go on.", "-f", file) == answered("-p", "Go on.", "--file", file) == both != expected
+    both = reply_to("Go on.", stdin="Say hello.")
+    assert reply_to("Go on.", "-f", file) == reply_to("-p", "Go on.", "--file", file) == both != expected
     (tmp_path / "more notes.txt").write_text("And Tom.\n")
     two = "-f", file, "-f", tmp_path / "more notes.txt"
-    assert answered(*two) == answered("Say hello.\n\nAnd Tom.") != expected
+    assert reply_to(*two) == reply_to("Say hello.\n\nAnd Tom.") != expected
     whole = "Say hello.\n\nAnd Tom.\n\nBye."
-    assert answered("Go on.", *two, stdin="Bye.") == answered("Go on.", stdin=whole)
+    assert reply_to("Go on.", *two, stdin="Bye.") == reply_to("Go on.", stdin=whole)
     # the variable for a repeatable option takes several values, or the name of one file with blanks
     for names, prompt in ((two[3], "And Tom."), (f"{file} {file}", "Say hello.\n\nSay hello.")):
         monkeypatch.setenv("KVTOOL_GENERATE_FILE", str(names))
-        assert answered() == answered("-f", "-", stdin=prompt)
+        assert reply_to() == reply_to("-f", "-", stdin=prompt)
     monkeypatch.delenv("KVTOOL_GENERATE_FILE")
-    system = answered("Say hello.", "--system", "Be brief.")
-    assert answered("Say hello.", "--system-file", tmp_path / "system.txt") == system != expected
+    system = reply_to("Say hello.", "--system", "Be brief.")
+    assert reply_to("Say hello.", "--system-file", tmp_path / "system.txt") == system != expected
 
 
 def test_minus_1_means_no_limit_or_a_random_seed(smollm2):
@@ -504,13 +504,11 @@ def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_s
     # `os.read` would wait if the command wrote nothing, so the test itself writes a byte.
     os.write(slave, b".")
     os.close(slave)
-    written = os.read(master, 4096).decode()
+    output = os.read(master, 4096).decode()
     os.close(master)
-    assert (
-        written.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
-    )
+    assert output.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
     # another line says that -n has cut the answer
-    assert written.count("\n") == is_said + 1
+    assert output.count("\n") == is_said + 1
 
 
 def test_error_lines_wrap_between_words():

@@ -30,7 +30,7 @@ They parse TOML or JSON, or let Python open a text file, so they need no convers
 """
 
 
-def written(folder, text, end):
+def write_lines(folder, text, end):
     path = folder / "text.txt"
     path.write_bytes(text.replace("\n", end).encode())
     return path
@@ -54,7 +54,7 @@ MEASURED = {
 
 def n_token(command, is_piped, model, folder, end):
     """Number of tokens that a command reads if the lines of the text end with `end`."""
-    text, file = TEXT.replace("\n", end), written(folder, TEXT, end)
+    text, file = TEXT.replace("\n", end), write_lines(folder, TEXT, end)
     words = (str(word).format(text=text, file=file) for word in command)
     done = run_kvtool(*words, "--json", "-t", 1, "-m", model, stdin=text if is_piped else "")
     assert done.returncode == 0, done.stderr
@@ -87,12 +87,12 @@ def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
 @every_break
 def test_inserted_files_and_option_texts_are_converted_to_lf(end, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    written(tmp_path, TEXT, end)
+    write_lines(tmp_path, TEXT, end)
     assert with_files("Read @text.txt") == f"Read {TEXT.rstrip()}"
     raw = {"system": None, "system_file": "text.txt"}
     assert SystemOptions.from_values(raw).text() == TEXT.rstrip()
     assert SystemOptions.from_values({"system": f"a{end}b", "system_file": None}).text() == "a\nb"
-    written(tmp_path, 'root ::= "a"\n', end)
+    write_lines(tmp_path, 'root ::= "a"\n', end)
     assert GenerationOptions.from_values({"grammar": "text.txt"}).grammar == 'root ::= "a"\n'
     # typed escapes \r\n are not changed to LF
     assert GenerationOptions.from_values({"stop": [r"\r\n"]}).stop == ("\r\n",)

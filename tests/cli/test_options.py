@@ -162,11 +162,11 @@ def test_open_run_opens_an_engine_and_notes_changed_options(tiny_model):
 )
 def test_default_budget_depends_on_the_policy(tiny_model, options, policy, budget):
     run = RunOptions(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
-    with open_run(run) as opened:
-        assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
+    with open_run(run) as run_engine:
+        assert (run_engine.run.policy, run_engine.engine.policy.budget) == (policy, budget)
         is_other = policy not in (run.policy, options.get("policy"))
         notes = ["recall does not work with --positions in-cache; the policy is h2o"]
-        assert opened.notes == (notes if is_other else [])
+        assert run_engine.notes == (notes if is_other else [])
 
 
 def test_error_names_the_context_that_limits_the_budget(tiny_model):

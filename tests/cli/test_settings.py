@@ -404,7 +404,7 @@ def test_config_and_doctor_refuse_the_values_that_a_command_refuses(file, monkey
     value, exit_code, words = REFUSED[name]
     key = name.lower().replace("_", "-")
 
-    def refused(source):
+    def refusal(source):
         for command in (("config",), ("config", "serve")):
             done = kvtool(*command)
             assert_one_line(done, exit_code, words)
@@ -416,11 +416,11 @@ def test_config_and_doctor_refuse_the_values_that_a_command_refuses(file, monkey
             assert f"(--{key} is set by {source})" in done.stderr
 
     path = file(f"[serve]\n{key} = '{value}'")
-    refused(f"{path}: [serve] {key}")
+    refusal(f"{path}: [serve] {key}")
     assert problems(f"{path}: [serve] {key}") == ['$EDITOR "$(kvtool config --path)"']
     file("")
     monkeypatch.setenv(f"KVTOOL_{name}", value)
-    refused(f"$KVTOOL_{name}")
+    refusal(f"$KVTOOL_{name}")
     assert problems(f"$KVTOOL_{name}") == [f"unset KVTOOL_{name}"]
 
 

@@ -72,10 +72,10 @@ def test_budget_named_for_a_pinned_text_works(tiny_model, name):
     path = tiny_model(n_head_kv=1, n_ctx_train=1024)
     with (
         open_engine(path, policies.fit(name, 40)) as engine,
-        pytest.raises(UsageError, match="choose a larger budget") as refused,
+        pytest.raises(UsageError, match="choose a larger budget") as caught,
     ):
         engine.pin(100)
-    n = int(re.search(r"choose a larger budget \((\d+) is enough", str(refused.value))[1])
+    n = int(re.search(r"choose a larger budget \((\d+) is enough", str(caught.value))[1])
     with open_engine(path, policies.fit(name, n)) as engine:
         engine.pin(100)
 

@@ -44,9 +44,9 @@ SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forg
 @pytest.fixture(scope="module")
 def models(smollm2, talker):
     """Two models with different kinds of vocabulary: byte-pair encoding and SentencePiece."""
-    opened = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
-    yield opened
-    for each in opened.values():
+    models_by_kind = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
+    yield models_by_kind
+    for each in models_by_kind.values():
         each.close()
 
 

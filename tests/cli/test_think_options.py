@@ -138,8 +138,8 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/think deep").startswith("/think must be one of on, off, ")
         assert chat.say("/think off") == "think off: the model's chat template cannot switch thinking off"
         chat.say("Hello")
-        again = "the next turn first reads the chat again, because its text has changed"
-        assert chat.say("/set think HIGH") == f"{again}\nthink  high; {efforts}"
+        reread_note = "the next turn first reads the chat again, because its text has changed"
+        assert chat.say("/set think HIGH") == f"{reread_note}\nthink  high; {efforts}"
         chat.say("Hello again")
         assert "effort high." in chat.say("/cells 200")
         chat.say("/undo")

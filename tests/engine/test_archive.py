@@ -101,11 +101,11 @@ def test_session_does_not_continue_if_the_archive_is_too_small(talk, tmp_path):
     assert talk(TURNS[:4], *RECALL, "--archive", 5000).returncode == 0
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
-    refused = talk(TURNS[4:5], "--archive", 9)
-    assert refused.returncode == 9
-    n = int(refused.stderr.split("--archive ")[1].split()[0])
+    done = talk(TURNS[4:5], "--archive", 9)
+    assert done.returncode == 9
+    n = int(done.stderr.split("--archive ")[1].split()[0])
     assert n > 100
-    assert refused.stderr == (
+    assert done.stderr == (
         f"kvtool: {path} has {n} archived tokens, and this chat's archive takes 9; "
         f"start the chat with --archive {n} or more\n"
     )
@@ -201,9 +201,9 @@ def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_p
     assert bool(result["archived"]) == (why is None)
     # a policy that the user asked for is never replaced: with recall or one of its options, the command fails
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
-        refused = run_kvtool(*command, *typed, stdin="word " * 150)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused.stderr)
+        refused_done = run_kvtool(*command, *typed, stdin="word " * 150)
+        assert (refused_done.returncode, refused_done.stdout) == (2, "")
+        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused_done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(talk, chat_m
     summary = json.loads(run_kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
     assert summary["policy"] == ("h2o" if why else "recall")
     # a continued session keeps its policy
-    again = talk(TURNS[2:3], *options)
-    assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
+    resumed = talk(TURNS[2:3], *options)
+    assert (resumed.returncode, "recall does not work" in resumed.stderr) == (0, False)
     with start_server(chat_model, *options) as server:
         assert re.fullmatch(
             pattern.replace(r"\)\n", r"\) for each of 2 parallel requests\n"), server.lines[0]
@@ -279,9 +279,9 @@ def test_too_little_free_memory_or_disk_space_for_an_archive_is_refused(tiny_mod
 def test_policy_of_a_session_or_settings_file_is_never_replaced(talk, tiny_model, tmp_path, monkeypatch):
     # the policy of a session is never replaced
     assert talk(TURNS[:1], *RECALL).returncode == 0
-    refused = talk(TURNS[1:2], "--positions", "in-cache")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused.stderr)
+    refused_done = talk(TURNS[1:2], "--positions", "in-cache")
+    assert (refused_done.returncode, refused_done.stdout) == (2, "")
+    assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused_done.stderr)
     # the policy of a settings file is never replaced
     (tmp_path / "config.toml").write_text('policy = "recall"\n')
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))

@@ -31,7 +31,7 @@ def fit(name):
     return policies.fit(name, N_CTX if name == "full" else 64, 16, ["search=all"] if name == "recall" else [])
 
 
-def opened(path, name, n_batch=16, **settings):
+def start_engine(path, name, n_batch=16, **settings):
     return open_engine(path, fit(name), archive_type="f32", n_batch=n_batch, **settings)
 
 
@@ -71,7 +71,7 @@ def check_rewound(engine, fresh, tokens, n):
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
 def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
     path, tokens = tiny_model(arch, n_ctx_train=n_ctx), random_tokens(500)
-    with opened(path, name) as engine, opened(path, name) as fresh:
+    with start_engine(path, name) as engine, start_engine(path, name) as fresh:
         assert engine.can_rewind
         engine.read(tokens)
         places = [each.n_past for each in engine.checkpoints]
@@ -91,7 +91,7 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
 def test_sliding_layers_rewind_to_tokens_between_checkpoints(tiny_model, name, arch, n_ctx):
     path, tokens = tiny_model(arch, n_ctx_train=n_ctx), random_tokens(500)
-    with opened(path, name) as engine, opened(path, name) as fresh:
+    with start_engine(path, name) as engine, start_engine(path, name) as fresh:
         for n in (490, 450, 333, 225, 61, 3):
             engine.read(tokens[engine.n_past :])
             engine.checkpoints.take()
@@ -107,7 +107,7 @@ def test_sliding_layers_rewind_to_tokens_between_checkpoints(tiny_model, name, a
 
 def test_sliding_layers_do_not_rewind_to_overwritten_tokens(tiny_model, monkeypatch):
     monkeypatch.setattr(checkpoints, "SPACING", 400)
-    with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
+    with start_engine(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
         engine.read(random_tokens(500))
         (checkpoint,) = engine.checkpoints
         # the sliding layers have only the last 256 tokens before the checkpoint. With a window of 16, a cut
@@ -120,7 +120,10 @@ def test_sliding_layers_do_not_rewind_to_overwritten_tokens(tiny_model, monkeypa
 @pytest.mark.parametrize("arch", KINDS)
 def test_prompts_read_whole_or_exactly_have_checkpoints(tiny_model, arch, prefill):
     path, tokens = tiny_model(arch, n_ctx_train=N_CTX), random_tokens(450)
-    with opened(path, "recall", prefill=prefill) as engine, opened(path, "recall", prefill=prefill) as fresh:
+    with (
+        start_engine(path, "recall", prefill=prefill) as engine,
+        start_engine(path, "recall", prefill=prefill) as fresh,
+    ):
         for each in (engine, fresh):
             each.read(tokens)
         n = engine.n_kept(440)
@@ -133,15 +136,15 @@ def test_prompts_read_whole_or_exactly_have_checkpoints(tiny_model, arch, prefil
 
 
 def test_stopped_whole_read_leaves_no_checkpoints(tiny_model):
-    with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
+    with start_engine(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
         assert engine.read(random_tokens(450), lambda: engine.n_past > 2 * SPACING) == 0
         assert len(engine.checkpoints) == 0
 
 
 def test_older_checkpoints_are_farther_apart(tiny_model):
-    with opened(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
+    with start_engine(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
-    with opened(tiny_model("lfm2", n_ctx_train=256), "recall", checkpoints=4 * n_bytes) as engine:
+    with start_engine(tiny_model("lfm2", n_ctx_train=256), "recall", checkpoints=4 * n_bytes) as engine:
         for _ in range(60):
             engine.read(random_tokens(16))
             engine.checkpoints.take()
@@ -156,10 +159,10 @@ def test_older_checkpoints_are_farther_apart(tiny_model):
 
 @pytest.mark.parametrize(("n_free", "n"), [(1600, 100), (160, 10), (64, 8), (32, 8), (20, 5), (3, 0)])
 def test_default_checkpoint_limit_depends_on_free_memory(tiny_model, monkeypatch, n_free, n):
-    with opened(tiny_model("lfm2"), "recall") as engine:
+    with start_engine(tiny_model("lfm2"), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: n_free * n_bytes)
-    with opened(tiny_model("lfm2"), "recall") as engine:
+    with start_engine(tiny_model("lfm2"), "recall") as engine:
         assert engine.checkpoints.max_bytes // n_bytes == n
         engine.checkpoints.share(3)
         assert engine.checkpoints.max_bytes // n_bytes == min(max(n // 3, 8), n)
@@ -170,7 +173,7 @@ def test_large_states_are_copied_less_often_on_a_gpu(tiny_model, monkeypatch):
     path, places = tiny_model("lfm2", n_ctx_train=N_CTX), []
     for token_bytes in (100, 10):
         monkeypatch.setattr(checkpoints, "_GPU_TOKEN_BYTES", token_bytes)
-        with opened(path, "full") as engine:
+        with start_engine(path, "full") as engine:
             assert (
                 engine.context.fixed_state.n_bytes // 10 > SPACING > engine.context.fixed_state.n_bytes // 100
             )
@@ -183,17 +186,17 @@ def test_limit_below_one_checkpoint_is_refused(tiny_model):
     path = tiny_model("lfm2")
     with (
         pytest.raises(UsageError, match="at least 4KiB for one checkpoint"),
-        opened(path, "recall", checkpoints=100),
+        start_engine(path, "recall", checkpoints=100),
     ):
         pass
-    with opened(path, "recall", checkpoints=0) as engine:
+    with start_engine(path, "recall", checkpoints=0) as engine:
         engine.read(random_tokens(200))
         assert not engine.can_rewind
         assert engine.rewind(100) == engine.n_past == 0
 
 
 def test_recall_without_recurrent_layers_makes_no_checkpoints(tiny_model):
-    with opened(tiny_model(), "recall") as engine:
+    with start_engine(tiny_model(), "recall") as engine:
         engine.read(random_tokens(300))
         assert not len(engine.checkpoints)
         assert engine.rewind(200) == 200
@@ -201,7 +204,7 @@ def test_recall_without_recurrent_layers_makes_no_checkpoints(tiny_model):
 
 def test_rewind_to_forgotten_tokens_changes_nothing(tiny_model):
     path = tiny_model("lfm2", n_ctx_train=N_CTX)
-    with opened(path, "recall", archive=60) as engine:
+    with start_engine(path, "recall", archive=60) as engine:
         engine.read(random_tokens(500))
         before = state(engine)
         assert engine.rewind(250) is None
@@ -218,7 +221,10 @@ FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 )
 def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
     path, tokens = tiny_model(arch, n_ctx_train=N_CTX), random_tokens(500)
-    with opened(path, name, prefill="stream") as engine, opened(path, name, prefill="stream") as fresh:
+    with (
+        start_engine(path, name, prefill="stream") as engine,
+        start_engine(path, name, prefill="stream") as fresh,
+    ):
         assert engine.can_rewind
         for each in (engine, fresh):
             each.pin(5)
@@ -241,7 +247,10 @@ def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
 def test_whole_read_has_checkpoints_only_after_the_prompt(tiny_model, monkeypatch, name):
     monkeypatch.setattr(checkpoints, "SPACING", 30)
     path, tokens = tiny_model(n_ctx_train=N_CTX), random_tokens(300)
-    with opened(path, name, prefill="whole") as engine, opened(path, name, prefill="whole") as fresh:
+    with (
+        start_engine(path, name, prefill="whole") as engine,
+        start_engine(path, name, prefill="whole") as fresh,
+    ):
         for each in (engine, fresh):
             assert each.read(tokens) == 300
         assert len(engine.checkpoints) == 0
@@ -261,22 +270,22 @@ def test_whole_read_has_checkpoints_only_after_the_prompt(tiny_model, monkeypatc
 
 def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
     path = tiny_model(n_ctx_train=N_CTX)
-    with opened(path, "h2o") as engine:
+    with start_engine(path, "h2o") as engine:
         engine.read(random_tokens(250))
         engine.checkpoints.take()
         *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
         n_most = engine.checkpoints.max_bytes // 8
         assert n_bytes < n_most < 1.5 * n_bytes + 2**14
     # no copy is made within a step, because the cache may exceed the budget until the step ends
-    with opened(path, "h2o", n_batch=160) as engine:
+    with start_engine(path, "h2o", n_batch=160) as engine:
         engine.chunk_size = ChunkSize(SLOW)
         engine.read(random_tokens(700))
         assert max(each.part.n_bytes for each in engine.checkpoints) <= n_most
         assert len(engine.checkpoints) == 2
     says = "--checkpoints must be at least"
-    with pytest.raises(UsageError, match=says), opened(path, "h2o", checkpoints=9):
+    with pytest.raises(UsageError, match=says), start_engine(path, "h2o", checkpoints=9):
         pass
-    with opened(path, "h2o", checkpoints=3 * n_most) as engine:
+    with start_engine(path, "h2o", checkpoints=3 * n_most) as engine:
         for _ in range(20):
             engine.read(random_tokens(40))
             engine.checkpoints.take()
@@ -284,10 +293,10 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
         assert 3 <= len(engine.checkpoints) < 6
     # the default limit is room for 8 checkpoints, even if much more memory is free
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: 10**6 * n_most)
-    with opened(path, "h2o") as engine:
+    with start_engine(path, "h2o") as engine:
         assert engine.checkpoints.max_bytes == 8 * n_most
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: 3 * n_most)
-    with opened(path, "h2o") as engine:
+    with start_engine(path, "h2o") as engine:
         engine.read(random_tokens(250))
         assert engine.checkpoints.max_bytes == len(engine.checkpoints) == 0
         assert engine.rewind(240) == 0

@@ -194,7 +194,7 @@ SETTINGS = {
 }
 
 
-def written(path, drafter, settings, n=120, policy="recall"):
+def generate_with(path, drafter, settings, n=120, policy="recall"):
     """Return (text, stream, log-probabilities, contents of the rows) of a writer."""
     likely = []
     # with search=all, a step attends exactly to all tokens, so rounding cannot change which clusters are
@@ -217,7 +217,7 @@ def written(path, drafter, settings, n=120, policy="recall"):
 @pytest.mark.parametrize("its", SETTINGS.values(), ids=SETTINGS)
 def test_written_text_does_not_depend_on_draft_tokens(talker, its, policy):
     drafter = Drafter(Lookup())
-    without, with_guesses = (written(talker, each, its, policy=policy) for each in (None, drafter))
+    without, with_guesses = (generate_with(talker, each, its, policy=policy) for each in (None, drafter))
     assert without[:2] == with_guesses[:2]
     assert np.abs(np.subtract(without[2], with_guesses[2])).max() < 1e-3
     assert without[3] == with_guesses[3]
@@ -234,7 +234,7 @@ def test_text_that_a_schema_forces_is_drafted(talker):
     }
     options = {"json_schema": json.dumps(schema | {"required": [*document]})}
     drafter = Drafter(Lookup())
-    without, with_guesses = (written(talker, each, options) for each in (None, drafter))
+    without, with_guesses = (generate_with(talker, each, options) for each in (None, drafter))
     assert json.loads(with_guesses[0]) == document
     assert without[:2] == with_guesses[:2]
     model = Model(talker, vocab_only=True)
@@ -254,7 +254,7 @@ def test_closed_text_continues_after_the_pieces_it_yielded(talker):
             assert engine.n_past == len(writer.tokens)
             # draft tokens after the last piece are dropped, and the next text continues after this piece
             more = "".join(writer.write(20))
-            whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
+            whole = generate_with(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(first) + more == whole
 
 
@@ -270,18 +270,18 @@ def test_reset_and_postpone_empty_the_drafter(talker):
 
 
 def test_stop_string_ends_a_text_within_draft_tokens(talker):
-    whole = written(talker, None, {}, 60)[0]
+    whole = generate_with(talker, None, {}, 60)[0]
     stop = whole[30:34]
-    results = [written(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
+    results = [generate_with(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
     assert results[0][0] == results[1][0] == whole[: whole.index(stop)]
     assert results[0][1] == results[1][1]
 
 
 def test_draft_model_equal_to_the_main_model_is_mostly_accepted(talker, however_unlikely):
-    without = written(talker, None, {}, 100)
+    without = generate_with(talker, None, {}, 100)
     with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
         drafter = Drafter(ConstantSource(0, support=0), source)
-        assert written(talker, drafter, {}, 100)[:2] == without[:2]
+        assert generate_with(talker, drafter, {}, 100)[:2] == without[:2]
         assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
         # the source forgets all but 10 tokens, reads other tokens, and drafts again
         source.cut(10)
@@ -317,10 +317,10 @@ def test_draft_model_forgets_rejected_draft_tokens(tiny_model, however_unlikely,
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
 def test_draft_model_with_recurrent_layers_does_not_change_the_text(tiny_model, however_unlikely, arch):
     path = tiny_model(arch=arch)
-    without = written(path, None, {}, 400)
+    without = generate_with(path, None, {}, 400)
     with closing(Model(path)) as model, closing(ModelDraft(model, 1)) as source:
         drafter = Drafter(ConstantSource(0, support=0), source)
-        assert written(path, drafter, {}, 400)[:2] == without[:2]
+        assert generate_with(path, drafter, {}, 400)[:2] == without[:2]
         assert drafter.n_drafted >= drafter.n_accepted > 40
         assert len(source._engine.checkpoints) == 1
 

@@ -142,10 +142,10 @@ def test_a_view_says_which_token_each_cell_holds(tiny_model):
     # with one layer, a value depends only on its token, so it shows which token a cell holds
     with open_engine(path, policies.fit("full", 256)) as engine:
         engine.read(tokens)
-        every = _saved(engine).values(0, 2).swapaxes(0, 1)
+        all_values = _saved(engine).values(0, 2).swapaxes(0, 1)
     assert n < 90
     assert not (pos == np.arange(n)).all()
-    assert np.abs(actual - every[np.arange(2)[:, None], pos]).max() < 1e-4
+    assert np.abs(actual - all_values[np.arange(2)[:, None], pos]).max() < 1e-4
 
 
 def _saved(engine):
@@ -500,11 +500,11 @@ def test_no_plan_is_overdue_after_a_step(tiny_model, name):
 @pytest.mark.parametrize("late", [False, True])
 def test_steps_of_a_prompt_give_the_logits_of_its_last_token(tiny_model, late):
     tokens, logits = random_tokens(200), []
-    for every in (True, False):
+    for with_logits in (True, False):
         with open_engine(tiny_model(), policies.fit("h2o", 96, 8)) as engine:
-            sizes = [part.stop - part.start for part in engine.steps(tokens, late=late, every=every)]
+            sizes = [part.stop - part.start for part in engine.steps(tokens, late=late, every=with_logits)]
             logits.append(engine.context.logits()[-1].copy())
-            assert len(engine.context.logits()) == (sizes[-1] if every else 1)
+            assert len(engine.context.logits()) == (sizes[-1] if with_logits else 1)
     assert np.abs(logits[0] - logits[1]).max() < LOGIT_TOLERANCE
     assert (max(sizes[2:]) > 8) == late
 
@@ -565,9 +565,9 @@ def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
             engine.pin(48)
         assert engine.n_pinned == 47
     with open_engine(tiny_model(), policies.fit("full", 64)) as engine:
-        for refused in (lambda: engine.pin(64), lambda: engine.hold(64)):
+        for call in (lambda: engine.pin(64), lambda: engine.hold(64)):
             with pytest.raises(UsageError, match="choose another policy, such as --policy recall"):
-                refused()
+                call()
 
 
 # the budget

@@ -169,9 +169,9 @@ def test_stream_rewinds_into_the_text(tiny_model):
         engine.read(tokens)
         assert engine.rewind(200)
         engine.read(tokens[200:])
-        again = engine.context.logits()[-1].copy()
+        repeated = engine.context.logits()[-1].copy()
     at_once = logits_of(path, fit(), [tokens], prefill="exact", archive_type="f32")[0][-1]
-    assert np.abs(again - at_once).max() < TOLERANCE
+    assert np.abs(repeated - at_once).max() < TOLERANCE
 
 
 def test_stream_continues_after_save_and_restore(tiny_model):

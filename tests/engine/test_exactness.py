@@ -254,10 +254,10 @@ def test_exact_attention_to_all_clusters_scores_like_the_definition(
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", made)
     how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
-    off = score_errors(path, tokens, policy, "recall", made=made, **how)
+    errors = score_errors(path, tokens, policy, "recall", made=made, **how)
     # on a GPU, rounding may change which tokens are recalled, so only the median is compared. Keys are
     # rotated and rounded several times, so the tolerance is doubled
-    assert (off.max() if made or not has_gpu() else np.median(off)) < 2 * TOLERANCE
+    assert (errors.max() if made or not has_gpu() else np.median(errors)) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16)])
@@ -269,10 +269,10 @@ def test_attention_to_cluster_means_scores_like_the_definition(tiny_model, chunk
     with open_engine(path, policy, archive_type="f32") as engine:
         actual = perplexity.stream(engine, tokens)
     expected = reference(path, tokens, policy, "recall", exact=exact, positions="auto", n_block=256)
-    off = np.abs(actual - expected.nll)[300:]
+    errors = np.abs(actual - expected.nll)[300:]
     # means have 8 bits, so rounding may decide between two clusters that nearly tie
-    assert np.median(off) < 2e-3
-    assert np.quantile(off, 0.8) < 1e-2
+    assert np.median(errors) < 2e-3
+    assert np.quantile(errors, 0.8) < 1e-2
 
 
 ENGLISH = """The lighthouse keeper wrote down the weather every evening, even when nothing had happened. On
@@ -329,11 +329,11 @@ def test_a_real_model_scores_like_the_definition(
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
 def test_edits_on_the_device_score_like_the_definition(edits_on_device, tiny_model, name, positions):
-    off = score_errors(
+    errors = score_errors(
         tiny_model(), random_tokens(200), policies.fit(name, 48, 16), name, positions=positions
     )
     assert sum(edits_on_device) > 100
-    assert off[: N_UNTIED if ON_CUDA and name == "tova" else None].max() < TOLERANCE
+    assert errors[: N_UNTIED if ON_CUDA and name == "tova" else None].max() < TOLERANCE
 
 
 # Flash attention adds up in f16. Measured errors of the NLL have a median of 0.002 and a maximum of 0.015.
@@ -357,9 +357,9 @@ FLASH_CASES = [
 @pytest.mark.parametrize(("name", "positions", "evict_every"), FLASH_CASES)
 def test_flash_attention_and_f16_score_nearly_like_the_definition(tiny_model, name, positions, evict_every):
     policy, half = policies.fit(name, 48, evict_every), {"flash": "on", "type_k": "f16", "type_v": "f16"}
-    off = score_errors(tiny_model(), random_tokens(200), policy, name, positions=positions, **half)
-    assert np.median(off) < FLASH_MEDIAN
-    assert off.max() < FLASH_MAX
+    errors = score_errors(tiny_model(), random_tokens(200), policy, name, positions=positions, **half)
+    assert np.median(errors) < FLASH_MEDIAN
+    assert errors.max() < FLASH_MAX
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])

@@ -122,9 +122,9 @@ def test_generate_and_chats_continue_after_ctrl_c(talker, monkeypatch, name):
             interrupt(patch, engine.context, "decode", 40)
             with pytest.raises(KeyboardInterrupt):
                 list(talks[0].reply("Name a fruit."))
-        written = talks[0].messages[-1]["content"]
-        assert written
-        assert "".join(talks[1].reply("Name a fruit.", talks[0].writer.n_written)) == written
+        reply = talks[0].messages[-1]["content"]
+        assert reply
+        assert "".join(talks[1].reply("Name a fruit.", talks[0].writer.n_written)) == reply
         # while a turn is read: its other tokens are read before the next turn
         with monkeypatch.context() as patch:
             interrupt(patch, engine.context, "decode")

@@ -31,8 +31,8 @@ EXACT["archive_type"] = "f32"
 
 
 @pytest.fixture
-def opened(tiny_model):
-    """opened(policy) opens an engine. All engines share one model."""
+def start_engine(tiny_model):
+    """start_engine(policy) opens an engine. All engines share one model."""
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(tiny_model(n_ctx_train=400))))
         yield lambda policy: stack.enter_context(closing(Engine(model, policy, Settings(**EXACT))))
@@ -153,13 +153,13 @@ def same_together(
     n_longest = sorted(n_generated)[-2]
     assert batchers[0].sizes == [sum(n > at for n in n_generated) for at in range(n_longest)]
     for one, other in zip(alone, together, strict=True):
-        off = np.abs(one.logits - other.logits)
+        errors = np.abs(one.logits - other.logits)
         if rounds:
-            assert np.median(off[:8]) < 2e-3
+            assert np.median(errors[:8]) < 2e-3
             continue
         assert np.array_equal(one.pos, other.pos)
         assert np.array_equal(one.live, other.live)
-        assert off.max() < LOGIT_TOLERANCE
+        assert errors.max() < LOGIT_TOLERANCE
         for field, values in one.signals.items():
             assert np.abs(values - other.signals[field]).max() < TOLERANCE, field
 
@@ -231,8 +231,8 @@ def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, 
         assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 
 
-def test_joint_step_takes_at_most_the_streams_llama_cpp_allows(opened):
-    context = opened(policies.fit("h2o", 48)).context
+def test_joint_step_takes_at_most_the_streams_llama_cpp_allows(start_engine):
+    context = start_engine(policies.fit("h2o", 48)).context
     JointContext(context, MAX_CONTEXTS, MAX_CONTEXTS).close()
     with pytest.raises(LibraryError, match="n_seq_max must be <= 256"):
         JointContext(context, MAX_CONTEXTS + 1, MAX_CONTEXTS + 1)
@@ -256,9 +256,9 @@ def test_streams_decode_one_by_one_after_a_failed_joint_step(tiny_model):
         assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 
 
-def test_joint_step_decodes_nothing_if_one_stream_has_no_room(opened):
+def test_joint_step_decodes_nothing_if_one_stream_has_no_room(start_engine):
     policy, tokens = policies.fit("full", 300), random_tokens(256)
-    one, other, alone = (opened(policy) for _ in range(3))
+    one, other, alone = (start_engine(policy) for _ in range(3))
     for engine in (one, other, alone):
         engine.read(tokens[:100])
     # fill the cache of `other` until llama.cpp has no cell left
@@ -336,8 +336,8 @@ def test_the_cells_of_a_joint_context_must_be_f16(tiny_model, arch, type_k, type
 
 
 @pytest.mark.parametrize("n_most", [0, 5])
-def test_joint_step_refuses_duplicate_or_too_many_members(opened, n_most):
-    engine = opened(policies.fit("h2o", 48))
+def test_joint_step_refuses_duplicate_or_too_many_members(start_engine, n_most):
+    engine = start_engine(policies.fit("h2o", 48))
     with closing(JointContext(engine.context, 4, 4)) as joint:
         part = Part(engine.context, random_tokens(1), 0, 1)
         with pytest.raises(LibraryError, match=r"member|n_member"):

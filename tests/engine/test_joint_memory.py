@@ -36,7 +36,7 @@ def client(path):
     """
     process, tokens = ctypes.CDLL(None), random_tokens(N_MAX)
     exact = Settings(type_k="f32", type_v="f32", flash="off", n_threads=1, n_batch=32)
-    n_failed, off = 0, []
+    n_failed, errors = 0, []
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(path)))
         policy = policies.fit("full", N_MAX)
@@ -57,8 +57,8 @@ def client(path):
                     context.decode(token, at, 1)
             finally:
                 process.fail_new(0)
-            off += [float(np.abs(context.logits() - alone.logits()).max()) for context in members]
-    print(json.dumps([n_failed, max(off)]))
+            errors += [float(np.abs(context.logits() - alone.logits()).max()) for context in members]
+    print(json.dumps([n_failed, max(errors)]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded in another way")
@@ -70,9 +70,9 @@ def test_failed_allocations_leave_no_trace_of_a_joint_step(tiny_model, compiled,
         env=os.environ | {"LD_PRELOAD": str(compiled("failing_new"))},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    n_failed, off = json.loads(done.stdout)
+    n_failed, errors = json.loads(done.stdout)
     assert n_failed > 100
-    assert off < LOGIT_TOLERANCE
+    assert errors < LOGIT_TOLERANCE
 
 
 if __name__ == "__main__":

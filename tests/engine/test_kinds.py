@@ -109,9 +109,9 @@ def test_other_policies_score_like_the_definition(path, model, name, options):
 def test_ragged_rows_with_flash_attention_nearly_match_the_definition(path, model):
     policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
     how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
-    off = score_errors(path, distinct_tokens(160), policy, "corm", model=model, **how)
+    errors = score_errors(path, distinct_tokens(160), policy, "corm", model=model, **how)
     # only the median is compared: near a tie, a row may keep another token, which changes all later scores
-    assert np.median(off) < 0.02
+    assert np.median(errors) < 0.02
 
 
 @pytest.mark.share(1, "name")
@@ -126,9 +126,9 @@ def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, mo
 def test_rotation_of_quantized_keys_adds_little_error(path, model):
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
-    off = score_errors(path, random_tokens(300), policy, "streamingllm", model=model, **how, **quantized)
+    errors = score_errors(path, random_tokens(300), policy, "streamingllm", model=model, **how, **quantized)
     # the rotation that closes gaps, at 130, adds little to the error of q8_0
-    assert 1e-3 < np.median(off[130:]) < 3 * np.median(off[:130])
+    assert 1e-3 < np.median(errors[130:]) < 3 * np.median(errors[:130])
 
 
 @pytest.mark.share(1, "n")

@@ -34,7 +34,7 @@ class Nothing(Lookup):
 
 
 @contextmanager
-def opened(path, policy="full", *, drafts=True):
+def open_writer(path, policy="full", *, drafts=True):
     """Open a greedy writer. With `drafts`, all its draft tokens come from MTP layers."""
     options = {"full": (500,), "recall": (64, 16, ["search=all"])}.get(policy, (64, 16))
     how = {"n_draft": N_DRAFT * drafts, "n_output": 1, "archive_type": "f32", "checkpoints": MEMORY}
@@ -61,7 +61,7 @@ POLICIES = ("full", "recall", "streamingllm", "h2o")
 def test_written_text_does_not_depend_on_draft_tokens(tiny_model, policy, quiet):
     path, texts = tiny_model(arch="qwen35", quiet=quiet, n_ctx_train=512), []
     for drafts in (False, True):
-        with opened(path, policy, drafts=drafts) as writer:
+        with open_writer(path, policy, drafts=drafts) as writer:
             writer.read(random_tokens(100))
             texts.append("".join(writer.write(300)))
     assert texts[0] == texts[1]
@@ -72,7 +72,7 @@ def test_written_text_does_not_depend_on_draft_tokens(tiny_model, policy, quiet)
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_rewound_stream_continues_with_the_same_text(tiny_model, policy):
-    with opened(tiny_model(arch="qwen35", quiet=0.1, n_ctx_train=512), policy) as writer:
+    with open_writer(tiny_model(arch="qwen35", quiet=0.1, n_ctx_train=512), policy) as writer:
         writer.read(random_tokens(100))
         saved, n = writer.save(), writer.engine.n_past
         expected = "".join(writer.write(60))
@@ -128,7 +128,7 @@ def drafts_by_definition(path, tokens, positions):
 def test_draft_tokens_match_the_definition_after_any_history(tiny_model, monkeypatch, n_row):
     shrink(monkeypatch, n_row)
     path, rng = tiny_model(arch="qwen35", quiet=0.3, hidden=1.0), np.random.default_rng(0)
-    with opened(path) as writer:
+    with open_writer(path) as writer:
         engine, source, stream = writer.engine, source_of(writer), random_tokens(1)
         source.add(stream)
         n_compared = 0
@@ -165,7 +165,7 @@ def test_draft_tokens_match_the_definition_after_any_history(tiny_model, monkeyp
 
 def test_hidden_states_are_limited_to_first_and_newest_tokens(tiny_model, monkeypatch):
     shrink(monkeypatch, 40)
-    with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
+    with open_writer(tiny_model(arch="qwen35", quiet=0.0)) as writer:
         writer.read(random_tokens(150))
         source = source_of(writer)
         for _ in range(4):
@@ -182,7 +182,7 @@ def test_hidden_states_are_limited_to_first_and_newest_tokens(tiny_model, monkey
 
 
 def test_steps_decoded_in_another_context_give_no_drafts(tiny_model):
-    with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
+    with open_writer(tiny_model(arch="qwen35", quiet=0.0)) as writer:
         tokens, engine, source = random_tokens(50), writer.engine, source_of(writer)
         source.add(tokens)
         engine.read(tokens[:40])
@@ -213,7 +213,7 @@ def test_mtp_layers_are_loaded_only_on_request(tiny_model):
 
 
 def test_hidden_states_that_do_not_exist_are_refused(tiny_model):
-    with opened(tiny_model(arch="qwen35")) as writer:
+    with open_writer(tiny_model(arch="qwen35")) as writer:
         engine = writer.engine
         out = np.empty((3, 128), np.float32)
         with pytest.raises(LibraryError, match="left no hidden state of token 0"):

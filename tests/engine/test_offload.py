@@ -71,18 +71,18 @@ def test_edits_on_host_and_device_score_like_edits_on_the_host(split, tiny_model
     for expected, actual in zip(on_host, split[0][number], strict=True):
         expected, actual = np.array(expected), np.array(actual)
         assert expected.shape == actual.shape
-        off = np.abs(expected - actual)
+        errors = np.abs(expected - actual)
         # a GPU multiplies in half precision if it can; llvmpipe's results differ by up to 0.008
         if not has_gpu():
             # flash attention rounds to half precision. An NLL then depends on the order in which a merge adds
             # values, so the tolerance is 1e-3
-            assert np.median(off) < 1e-6
-            assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
+            assert np.median(errors) < 1e-6
+            assert errors.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):
             # rounding may move a few cells across a threshold, and then all later tokens differ
-            assert np.median(off) < 2e-3
+            assert np.median(errors) < 2e-3
         else:
-            assert off.max() < 2e-2
+            assert errors.max() < 2e-2
 
 
 def test_device_memory_shows_the_bytes_that_q8_0_saves(tiny_model):

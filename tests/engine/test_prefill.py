@@ -248,12 +248,12 @@ def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model, name):
         assert lengths[-1] > 0
         assert (engine.n_past, engine.n_kv, engine.n_archived, engine.n_pinned) == (0, 0, 0, 5)
         assert engine.read(tokens) == 300
-        again = engine.context.logits().copy()
+        repeated = engine.context.logits().copy()
         assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :5] == np.arange(5)).all()
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
         engine.pin(5)
         engine.read(tokens)
-        assert np.array_equal(engine.context.logits(), again)
+        assert np.array_equal(engine.context.logits(), repeated)
 
 
 def test_short_and_later_texts_are_not_read_whole(tiny_model, monkeypatch):

@@ -206,8 +206,8 @@ def test_search_in_8_bit_keys_adds_little_error(tiny_model):
         scores(path, fit(chunk=1, **params), tokens, archive_type="q8_0")
         for params in ({"exact": 10**6}, {"search": "all"}, {"exact": 1})
     ]
-    off, least = (np.abs(run - runs[1])[400:].mean() for run in (runs[0], runs[2]))
-    assert off < 0.02 < 0.2 < least
+    error, smallest = (np.abs(run - runs[1])[400:].mean() for run in (runs[0], runs[2]))
+    assert error < 0.02 < 0.2 < smallest
 
 
 def test_steps_attend_exactly_to_more_tokens_of_a_longer_archive(tiny_model):

@@ -312,9 +312,9 @@ def test_client_that_leaves_during_a_reread_can_ask_again(monkeypatch, talker, t
         messages += [message("assistant", reply), message("user", "Waves come and go. " * 20)]
         server.leave(messages, 64)
         assert server.slot.engine.n_past == 0
-        again = server.ask(messages)
-        assert again == SlotServer(model, "recall", tmp_path / "two").ask(messages)
-        assert again[1] == 0
+        second_answer = server.ask(messages)
+        assert second_answer == SlotServer(model, "recall", tmp_path / "two").ask(messages)
+        assert second_answer[1] == 0
 
 
 def test_message_says_how_a_long_prompt_is_read(tiny_model):

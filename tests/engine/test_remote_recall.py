@@ -43,16 +43,16 @@ def model_of(tiny_model, n_head_kv=2):
     return tiny_model(n_layer=N_LAYER, n_head_kv=n_head_kv, n_ctx_train=130)
 
 
-def opened(path, how, archive_type, flash, kind, n_gpu_layers, **more):
+def start_engine(path, how, archive_type, flash, kind, n_gpu_layers, **more):
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     return open_engine(path, policy, n_gpu_layers, archive=N_ARCHIVE, **settings, **more)
 
 
 def run(path, *how, **more):
-    """Return (results of a stream, its state after the first N_FIRST tokens). See `opened` for `how`."""
+    """Return (results of a stream, its state after the first N_FIRST tokens). `how`: see start_engine."""
     tokens, results = random_tokens(N_FIRST + N_LATER), {}
-    with opened(path, *how, **more) as engine:
+    with start_engine(path, *how, **more) as engine:
         archive = engine.context.archive
         first = perplexity.stream(engine, tokens[:N_FIRST])
         state = {name: array.copy() for name, array in engine.save()}
@@ -69,7 +69,7 @@ def run(path, *how, **more):
 
 def goes_on(path, state, *how):
     """Return the NLL of the tokens after N_FIRST, from a state that `run` returned."""
-    with opened(path, *how) as engine:
+    with start_engine(path, *how) as engine:
         engine.restore(state)
         return perplexity.stream(engine, random_tokens(N_FIRST + N_LATER)[N_FIRST:]).tolist()
 
@@ -185,9 +185,9 @@ def test_archive_equals_the_local_archive(both):
 
 def test_saved_stream_continues_over_rpc_and_locally(both):
     remote, local = both
-    rest = remote["nll"][N_FIRST - 1 :]
-    assert remote["again"] == rest
-    assert np.abs(np.subtract(remote["here"], rest)).max() < 1e-4
+    later_nll = remote["nll"][N_FIRST - 1 :]
+    assert remote["again"] == later_nll
+    assert np.abs(np.subtract(remote["here"], later_nll)).max() < 1e-4
     assert np.abs(np.subtract(remote["there"], local["again"])).max() < 1e-4
 
 

@@ -28,7 +28,7 @@ def path(tmp_path):
     return tmp_path / "chat.kv"
 
 
-def opened(tiny_model, name, **settings):
+def start_engine(tiny_model, name, **settings):
     policy = policies.fit(name, 1024 if name == "full" else 64, 16, ["window=8"] if name == "corm" else [])
     return open_engine(tiny_model("lfm2"), policy, archive_type="f32", n_batch=16, **settings)
 
@@ -49,7 +49,7 @@ def checkpoint_data(engine):
 
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
 def test_checkpoints_are_saved_and_restored(tiny_model, path, name):
-    with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
+    with start_engine(tiny_model, name) as engine, start_engine(tiny_model, name) as other:
         engine.read(random_tokens(200))
         save(path, engine)
         other.restore(session.read(path)[1])
@@ -67,7 +67,7 @@ def test_checkpoints_are_saved_and_restored(tiny_model, path, name):
 
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
 def test_a_turn_appends_its_new_checkpoints(tiny_model, path, name):
-    with opened(tiny_model, name) as engine, closing(ArchiveFile(path)) as file:
+    with start_engine(tiny_model, name) as engine, closing(ArchiveFile(path)) as file:
         engine.read(random_tokens(150))
         save(path, engine, file)
         first, before = archive_path(path).read_bytes(), listed(session.read(path)[1], SavedCheckpoint)
@@ -86,17 +86,17 @@ def test_a_turn_appends_its_new_checkpoints(tiny_model, path, name):
 
 
 def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path):
-    with opened(tiny_model, "full") as engine:
+    with start_engine(tiny_model, "full") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     limit = 3 * n_bytes
-    with opened(tiny_model, "full", checkpoints=limit) as engine, closing(ArchiveFile(path)) as file:
+    with start_engine(tiny_model, "full", checkpoints=limit) as engine, closing(ArchiveFile(path)) as file:
         for _ in range(20):
             engine.read(random_tokens(40))
             engine.checkpoints.take()
             save(path, engine, file)
             assert len(engine.checkpoints) <= 3
             assert archive_path(path).stat().st_size < 7 * n_bytes
-            with opened(tiny_model, "full") as other:
+            with start_engine(tiny_model, "full") as other:
                 other.restore(session.read(path)[1])
                 assert checkpoint_data(other) == checkpoint_data(engine)
         # a new chat has no checkpoints, and therefore no archive file
@@ -109,7 +109,7 @@ def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path
 @pytest.mark.parametrize("harm", ["damaged", "missing", "another"])
 @pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, path, name, harm):
-    with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
+    with start_engine(tiny_model, name) as engine, start_engine(tiny_model, name) as other:
         engine.read(random_tokens(100))
         save(path, engine)
         place = archive_path(path)
@@ -143,7 +143,7 @@ def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, 
 
 
 def test_failed_restore_keeps_the_checkpoints(tiny_model):
-    with opened(tiny_model, "full") as engine:
+    with start_engine(tiny_model, "full") as engine:
         engine.read(random_tokens(150))
         before = checkpoint_data(engine)
         with pytest.raises(SessionError):
@@ -153,7 +153,7 @@ def test_failed_restore_keeps_the_checkpoints(tiny_model):
 
 
 def test_sessions_of_earlier_versions_have_no_checkpoints(tiny_model, path):
-    with opened(tiny_model, "full") as engine, opened(tiny_model, "full") as other:
+    with start_engine(tiny_model, "full") as engine, start_engine(tiny_model, "full") as other:
         engine.read(random_tokens(100))
         session.write(path, {}, engine.save(archived=False))
         assert path.read_bytes().startswith(b"kvtool session 1 ")
@@ -165,7 +165,10 @@ def test_sessions_of_earlier_versions_have_no_checkpoints(tiny_model, path):
 
 
 def test_checkpoints_that_do_not_fit_are_left_out(tiny_model, path):
-    with opened(tiny_model, "full") as engine, opened(tiny_model, "full", checkpoints=10**9) as other:
+    with (
+        start_engine(tiny_model, "full") as engine,
+        start_engine(tiny_model, "full", checkpoints=10**9) as other,
+    ):
         engine.read(random_tokens(200))
         save(path, engine)
         arrays = dict(session.read(path)[1])
@@ -176,13 +179,13 @@ def test_checkpoints_that_do_not_fit_are_left_out(tiny_model, path):
         other.restore(arrays | {CHECKPOINTS: table})
         assert [each.n_past for each in other.checkpoints] == table[2:, 0].tolist()
         assert other.checkpoints.n_bytes == n_bytes
-    with opened(tiny_model, "full", checkpoints=2 * n_bytes) as other:
+    with start_engine(tiny_model, "full", checkpoints=2 * n_bytes) as other:
         other.restore(arrays)
         assert checkpoint_data(other) == checkpoint_data(engine)[1:]
 
 
 def test_two_sessions_share_no_archive_file(tiny_model, path):
-    with opened(tiny_model, "full") as engine:
+    with start_engine(tiny_model, "full") as engine:
         engine.read(random_tokens(100))
         save(path, engine)
         before = archive_path(path).read_bytes()
@@ -198,7 +201,7 @@ def test_two_sessions_share_no_archive_file(tiny_model, path):
 
 def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_MAX_SAVED_BYTES", 0)
-    with opened(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
+    with start_engine(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
         for n in range(12):
             engine.read(random_tokens(50))
             engine.checkpoints.take()
@@ -210,7 +213,7 @@ def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatc
             assert n < 3 or n // 5 * 50 < parts[0].n_past <= engine.n_past - 150
             assert n < 1 or archive_path(path).stat().st_size < 7 * max(part.n_bytes for part in parts)
         assert len(engine.checkpoints) >= 8
-        with opened(tiny_model, "h2o") as other:
+        with start_engine(tiny_model, "h2o") as other:
             other.restore(session.read(path)[1])
             assert [each.n_past for each in other.checkpoints] == [part.n_past for part in parts]
             n = engine.n_past - 30
@@ -219,7 +222,7 @@ def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatc
 
 
 def test_session_stores_all_copies_of_a_small_cache(tiny_model, path):
-    with opened(tiny_model, "h2o") as engine:
+    with start_engine(tiny_model, "h2o") as engine:
         for _ in range(7):
             engine.read(random_tokens(50))
             engine.checkpoints.take()

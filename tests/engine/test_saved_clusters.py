@@ -20,7 +20,7 @@ from tests.engine.exact_engines import open_engine, random_tokens
 MODEL = {"n_head_kv": 2, "n_ctx_train": 1024, "key_bias": 3.0}
 
 
-def opened(path, archive=1200, **settings):
+def start_engine(path, archive=1200, **settings):
     policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=64"])
     # iq4_nl also saves and restores the centers of blocks
     return open_engine(path, policy, archive=archive, **{"archive_type": "iq4_nl", **settings})
@@ -60,7 +60,7 @@ def assert_engines_equal(one, other, seed):
 
 def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
     path, tokens = tiny_model(**MODEL), random_tokens(1750)
-    with opened(path) as engine:
+    with start_engine(path) as engine:
         engine.read(tokens[:1650])
         saved, computed = in_memory(engine), clusters(engine)
         assert {is_far for _, is_far in computed} == {True, False}
@@ -82,7 +82,7 @@ def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
         # clusters are computed again
         (saved | other | {CLUSTERS: wrong_flags}, True),
     ):
-        with opened(path) as engine:
+        with start_engine(path) as engine:
             engine.restore(arrays)
             assert (clusters(engine) == computed) == is_known
             assert b"".join(clusters(engine).values()) == (
@@ -94,10 +94,10 @@ def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_restore_reports_the_progress_of_clustering(tiny_model, n_threads):
     path = tiny_model(**MODEL)
-    with opened(path) as engine:
+    with start_engine(path) as engine:
         engine.read(random_tokens(900))
         saved = in_memory(engine)
-    with opened(path, n_threads=n_threads) as engine:
+    with start_engine(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
         engine.restore(saved)
         # each call clusters up to two rows per thread, and progress is reported if rows are left. One thread
@@ -110,7 +110,7 @@ def test_terminal_shows_the_progress_of_clustering(tiny_model, monkeypatch, caps
     monkeypatch.setattr(progress, "_SOON_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    with opened(tiny_model(**MODEL)) as engine:
+    with start_engine(tiny_model(**MODEL)) as engine:
         engine.read(random_tokens(900))
         saved = {name: array for name, array in in_memory(engine).items() if not name.startswith(CLUSTERS)}
         with progress.restoring_progress(engine.context.archive):
@@ -124,7 +124,11 @@ def test_terminal_shows_the_progress_of_clustering(tiny_model, monkeypatch, caps
 def test_session_opened_at_every_turn_equals_an_uninterrupted_one(tiny_model, tmp_path, limit):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
     rng = np.random.default_rng(1)
-    with opened(path, limit) as engine, opened(path, limit) as other, closing(ArchiveFile(file)) as store:
+    with (
+        start_engine(path, limit) as engine,
+        start_engine(path, limit) as other,
+        closing(ArchiveFile(file)) as store,
+    ):
         for turn in range(24):
             tokens = random_tokens(int(rng.integers(1, 300)), seed=turn)
             for each in (engine, other):
@@ -153,7 +157,7 @@ def test_session_opened_at_every_turn_equals_an_uninterrupted_one(tiny_model, tm
 
 def test_session_without_clusters_gets_them_at_the_next_save(tiny_model, tmp_path):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
-    with opened(path) as engine, opened(path) as other:
+    with start_engine(path) as engine, start_engine(path) as other:
         for each in (engine, other):
             each.read(random_tokens(900))
         with closing(ArchiveFile(file)) as store:
@@ -176,7 +180,7 @@ def test_session_without_clusters_gets_them_at_the_next_save(tiny_model, tmp_pat
 
 def test_next_stream_is_saved_with_its_own_clusters(tiny_model, tmp_path):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
-    with opened(path) as engine, opened(path) as other, closing(ArchiveFile(file)) as store:
+    with start_engine(path) as engine, start_engine(path) as other, closing(ArchiveFile(file)) as store:
         for seed in (1, 2):
             engine.reset()
             engine.read(random_tokens(900, seed=seed))
@@ -187,10 +191,10 @@ def test_next_stream_is_saved_with_its_own_clusters(tiny_model, tmp_path):
 
 def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
     path = tiny_model(**MODEL)
-    with opened(path, 5000) as engine:
+    with start_engine(path, 5000) as engine:
         engine.read(random_tokens(1650))
         saved, computed = in_memory(engine), clusters(engine)
-    with opened(path, 1300) as engine:
+    with start_engine(path, 1300) as engine:
         engine.restore(saved)
         restored = clusters(engine)
         first = min(restored)
@@ -205,7 +209,7 @@ def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
 )
 def test_invalid_clusters_and_centers_are_refused(tiny_model, at, value):
     path = tiny_model(**MODEL)
-    with opened(path) as engine:
+    with start_engine(path) as engine:
         engine.read(random_tokens(1650))
         saved = in_memory(engine)
         spoiled = saved[CLUSTERS].copy()

@@ -34,11 +34,11 @@ def gemma3(tiny_model):
     return lambda **shape: tiny_model(arch="gemma3", window=WINDOW, **shape)
 
 
-def assert_scored_alike(off, name):
-    """Assert that `off`, the result of score_errors, is within TOLERANCE."""
+def assert_scored_alike(errors, name):
+    """Assert that `errors`, the result of score_errors, is within TOLERANCE."""
     if ON_CUDA and name == "tova":
-        off = off[:N_UNTIED]
-    assert off.max() < TOLERANCE or (name in TIED and np.median(off) < TOLERANCE / 2)
+        errors = errors[:N_UNTIED]
+    assert errors.max() < TOLERANCE or (name in TIED and np.median(errors) < TOLERANCE / 2)
 
 
 def test_text_without_evictions_scores_like_the_definition(gemma3):
@@ -74,10 +74,10 @@ def test_window_longer_than_the_budget_scores_like_the_definition(tiny_model, po
 def test_rotation_of_keys_in_other_types_adds_little_error(tiny_model, type_k):
     path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), random_tokens(300)
     policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
-    off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
+    errors = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
     # Stored keys are rounded to type_k. When gaps are closed (after 130 tokens), keys are rotated and rounded
     # again, which may increase the error only a little
-    assert np.median(off[130:]) < 3 * np.median(off[:130])
+    assert np.median(errors[130:]) < 3 * np.median(errors[:130])
 
 
 @pytest.mark.parametrize("name", ["full", "h2o"])

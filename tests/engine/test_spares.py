@@ -138,11 +138,11 @@ each_run = pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map
 def test_edits_on_a_spare_score_like_local_edits(remote, path, number):
     name, flash, kind, _ = RUNS[number]
     local, *_ = run(path, name, flash, kind, 0)
-    off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(local)).max(axis=1)
-    assert len(off) == N_BEFORE + N_COUNTED
+    errors = np.abs(np.array(remote[0]["results"][number][0]) - np.array(local)).max(axis=1)
+    assert len(errors) == N_BEFORE + N_COUNTED
     # values in half precision or 8 bits sometimes differ because of rounding
-    assert np.median(off) < 1e-4
-    assert off.max() < (0.1 if kind == "q8_0" else 1e-2)
+    assert np.median(errors) < 1e-4
+    assert errors.max() < (0.1 if kind == "q8_0" else 1e-2)
 
 
 @pytest.mark.parametrize("number", [i for i, run in enumerate(RUNS) if run[0] == "h2o"])

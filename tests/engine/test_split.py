@@ -192,8 +192,8 @@ def test_chat_with_a_downloaded_model_continues_offline(parts, tmp_path):
             "downloading o/r:f32\no/r:f32: chat-F32-00001-of-00003.gguf\n",
         )
         assert len([path for _, path, *_ in site.requests if path.startswith("/store/")]) == 3
-    again = chat()
-    assert (again.returncode, again.stderr) == (0, "")
+    resumed = chat()
+    assert (resumed.returncode, resumed.stderr) == (0, "")
     # if the last part has changed, the model is no longer the one of the session, so the session is refused
     last = next((tmp_path / "hf").rglob("*-00003-of-00003.gguf"))
     data = bytearray(last.read_bytes())

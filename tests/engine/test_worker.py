@@ -347,13 +347,13 @@ def test_killed_worker_loses_only_the_current_reply(workers, model, tmp_path, po
     assert f"no worker answers at {workers[1].endpoint}; start one there" in done.stderr
 
     workers[1] = Worker(workers[1].port, "--mem", "64MiB").serves()
-    again = chat(model, remote, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
-    assert again.returncode == 0, again.stderr[-2000:]
+    resumed = chat(model, remote, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
     assert session_parts(remote) == session_parts(local)
     assert session_parts(local)["n_past"] > 400
     # both workers hold keys and values
     both = {f"RPC0[{worker.endpoint}]" for worker in workers}
-    assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == both
+    assert set(re.findall(r"(RPC\S+) KV buffer size", resumed.stderr)) == both
 
 
 def test_compare_over_two_workers_gives_the_local_results(workers, model, tmp_path):

@@ -319,10 +319,10 @@ class Fuzz:
         check(lib.llama_kvtool_get_queries(self.pointer, *pointers))
         assert (pos >= 0).sum() == min(self.n_asked, self.n_query)
         check(lib.llama_kvtool_set_queries(self.pointer, *pointers))
-        again, again_pos = np.empty_like(values), np.empty_like(pos)
-        check(lib.llama_kvtool_get_queries(self.pointer, again.ctypes.data, again_pos.ctypes.data))
-        np.testing.assert_array_equal(again, values)
-        np.testing.assert_array_equal(again_pos, pos)
+        second_values, second_pos = np.empty_like(values), np.empty_like(pos)
+        check(lib.llama_kvtool_get_queries(self.pointer, second_values.ctypes.data, second_pos.ctypes.data))
+        np.testing.assert_array_equal(second_values, values)
+        np.testing.assert_array_equal(second_pos, pos)
 
     def value_norms(self):
         most = max(self.cells)

@@ -184,12 +184,12 @@ class Bodies:
             if rng.random() < 0.2:
                 body[name] = rng.choice(values)
         bias = rng.choice([-100, 100, 0, False, "@1e999", 10_000, -10_000, 10_001, "x"])
-        some = rng.choice(
+        names = rng.choice(
             [range(N_VOCAB), range(2, 3), rng.sample(range(N_VOCAB), 10), [-1], [N_VOCAB], [10**30]]
         )
-        pairs = [[each, bias] for each in some]
+        pairs = [[each, bias] for each in names]
         if rng.random() < 0.4:
-            body["logit_bias"] = rng.choice([{str(each): bias for each in some}, pairs])
+            body["logit_bias"] = rng.choice([{str(each): bias for each in names}, pairs])
         return CHAT, body
 
     def messages(self):

@@ -245,8 +245,8 @@ def test_invalid_placements_are_refused_with_the_available_devices(placed):
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_without_a_gpu_everything_stays_in_host_memory(path):
-    every = Placement(((".*", "CPU"),), (3,) * 99, 5, "row")
-    with closing(Model(path, placement=every)) as model:
+    placement = Placement(((".*", "CPU"),), (3,) * 99, 5, "row")
+    with closing(Model(path, placement=placement)) as model:
         assert not model.is_on_gpu
     with pytest.raises(UsageError, match="there is no buffer 'CUDA0'; there are: CPU"):
         Model(path, placement=Placement((("exps", "CUDA0"),)))

@@ -90,17 +90,17 @@ def test_penalties_match_the_definition(engine, settings):
     base = rng.normal(0, 1, engine.model.n_vocab).astype(np.float32)
     sampling = Sampling(**settings)
     sampler = Sampler(engine.model, sampling)
-    written = []
+    tokens = []
     for token in drawn(engine, sampler, base, 150):
         logits = base.astype(np.float64)
-        recent = written[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
+        recent = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
         for past in set(recent):
             logits[past] *= sampling.repeat_penalty if logits[past] <= 0 else 1 / sampling.repeat_penalty
             logits[past] -= recent.count(past) * sampling.frequency_penalty + sampling.presence_penalty
         assert token == logits.argmax()
-        written.append(token)
+        tokens.append(token)
     sampler.close()
-    assert len(set(written)) == 1 or sampling.presence_penalty < 1
+    assert len(set(tokens)) == 1 or sampling.presence_penalty < 1
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])

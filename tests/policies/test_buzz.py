@@ -161,6 +161,6 @@ def test_kept_option_derives_the_window_from_the_threshold():
     ],
 )
 def test_kept_option_refuses_impossible_parameters(budget, options, words):
-    with pytest.raises(UsageError, match=words) as refused:
+    with pytest.raises(UsageError, match=words) as caught:
         policies.fit("buzz", budget, None, ["kept=true", *options])
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)

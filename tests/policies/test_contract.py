@@ -217,9 +217,9 @@ def test_refuses_parameters_that_cannot_work(name, params, message):
 @every_evicting_policy
 def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
     fit = partial(policies.fit, name)
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         fit(1)
-    matched = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(refused.value))
+    matched = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(caught.value))
     smallest = int(matched[1])
     # the message does not mention a window, since the caller gave none
     with pytest.raises(
@@ -265,9 +265,9 @@ def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
     ],
 )
 def test_refusal_names_the_options_that_the_user_typed(policy, how, message):
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         policies.fit(*policy, *how)
-    assert str(refused.value) == message
+    assert str(caught.value) == message
 
 
 @every_evicting_policy
@@ -280,12 +280,12 @@ def test_smallest_budget_keeps_sinks_and_newest_token(name):
 
 
 def test_unknown_policy_error_suggests_similar_names():
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         policies.load("h20")
-    assert str(refused.value) == "unknown policy 'h20'. Did you mean h2o? See `kvtool policies`."
+    assert str(caught.value) == "unknown policy 'h20'. Did you mean h2o? See `kvtool policies`."
 
 
 def test_evict_every_above_the_budget_is_refused():
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         policies.fit("h2o", 512, 900)
-    assert str(refused.value) == "--evict-every must be less than the budget (512), got 900"
+    assert str(caught.value) == "--evict-every must be less than the budget (512), got 900"

@@ -188,11 +188,11 @@ def test_prompt_stopped_during_its_repetition_can_be_read_again(tiny_model, head
         assert engine.read(tokens, stopped) == 0
         assert (engine.n_past, engine.n_kv, engine.cache_bytes) == (0, 0, small)
         assert engine.read(tokens) == 300
-        again = engine.context.logits().copy(), live_positions(engine)
+        repeated = engine.context.logits().copy(), live_positions(engine)
     with open_engine(path, policy) as engine:
         engine.read(tokens)
-        assert np.array_equal(engine.context.logits(), again[0])
-        assert live_positions(engine) == again[1]
+        assert np.array_equal(engine.context.logits(), repeated[0])
+        assert live_positions(engine) == repeated[1]
 
 
 def test_text_that_fits_is_not_repeated(tiny_model):

@@ -183,9 +183,9 @@ def test_tova_keeps_the_same_tokens_in_every_row_of_a_layer_unless_asked():
 
 
 def test_refusal_names_no_budget_if_none_would_help():
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         policies.fit("tova", 20, None, ["per=head"])
-    assert str(refused.value) == "tova: per must be one of layer, row, got 'head'"
+    assert str(caught.value) == "tova: per must be one of layer, row, got 'head'"
 
 
 def test_tova_of_the_paper_can_evict_the_newest_token():

@@ -70,15 +70,15 @@ def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest, cosine="
     tokens that are compared for the next choice, out of the remaining tokens.
     """
     pairs = similarities([token["key"] for token in row], cosine=cosine)
-    every = range(len(row))
-    members = [token for token in every if row[token]["pos"] in stays]
-    rest = [token for token in every if token not in members]
+    indices = range(len(row))
+    members = [token for token in indices if row[token]["pos"] in stays]
+    rest = [token for token in indices if token not in members]
     while len(members) < n_keep and rest:
         # `sample` may shuffle `rest` in place, so the index of the chosen token is looked up afterwards
         best = max(
             sample(rest),
             key=lambda token: (
-                worth([*members, token], every, row, pairs, mixture, phi),
+                worth([*members, token], indices, row, pairs, mixture, phi),
                 row[token]["pos"],
             ),
         )

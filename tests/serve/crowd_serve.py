@@ -124,9 +124,11 @@ def check(url, clients):
         for i, each in enumerate(messages):
             if each["role"] != "user":
                 continue
-            alone = reply_to(url, messages[: i + 1], name=f"alone-{n}")
+            single_reply = reply_to(url, messages[: i + 1], name=f"alone-{n}")
             expected = client_of[json.dumps(messages[: i + 1])].answers[json.dumps(messages[: i + 1])]
-            assert alone == expected, f"client {client.number}: {expected!r} in the crowd, {alone!r} alone"
+            assert single_reply == expected, (
+                f"client {client.number}: {expected!r} in the crowd, {single_reply!r} alone"
+            )
         n += 1
         others = {other.secret for other in clients} - {client.secret}
         assert not any(secret in text for text in client.answers.values() for secret in others)

@@ -113,12 +113,12 @@ def serve_in_process(model, **options):
     raw = {"model": str(model), "threads": 1, "checkpoints": "0", **options}
     run, generation = ChatOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
-    opened = partial(serve._open, site, run, serve._ServeOptions(), generation)
+    open_pool = partial(serve._open, site, run, serve._ServeOptions(), generation)
     ready, pools, errors = threading.Event(), [], []
 
     def work():
         try:
-            with opened() as pool:
+            with open_pool() as pool:
                 site.start(pool)
                 pools.append(pool)
                 ready.set()

@@ -88,8 +88,8 @@ def turns(server):
             reply, _, n = server.ask(chat)
             chat.append(message("assistant", reply))
             yield chat, n
-    again = first[:-1]
-    for messages in (again, [*first[:-2], message("user", "What is a river?")]):
+    repeated = first[:-1]
+    for messages in (repeated, [*first[:-2], message("user", "What is a river?")]):
         reply, _, n = server.ask(messages)
         yield [*messages, message("assistant", reply)], n
 

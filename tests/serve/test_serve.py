@@ -96,8 +96,8 @@ def test_same_chat_under_another_session_name_continues_from_the_cache(client):
         {"prompt_cache_key": "two"},
         {"extra_headers": {"X-Session-Id": "one"}},
     ):
-        again = ask(client, messages, **how)
-        assert again.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
+        second_answer = ask(client, messages, **how)
+        assert second_answer.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
 
 
 def test_long_chat_stays_within_its_cells_and_reports_forgotten_tokens(real_client):
@@ -136,11 +136,11 @@ def test_seed_logprobs_and_logit_bias_work(real_server, real_client):
 def test_completions_equal_generate_raw(real_client, smol):
     prompt = "The capital of France is"
     answer = real_client.completions.create(model="any", prompt=prompt, max_tokens=3, logprobs=1)
-    written = fork_server.run(
+    done = fork_server.run(
         [sys.executable, "-m", "kvtool", "generate", "--raw", "-m", str(smol), "-p", prompt, *GREEDY],
         check=True,
     )
-    assert answer.choices[0].text.strip() == written.stdout.strip() != ""
+    assert answer.choices[0].text.strip() == done.stdout.strip() != ""
     assert len(answer.choices[0].logprobs.tokens) == 3
     assert answer.usage.prompt_tokens > 3
     pieces = real_client.completions.create(model="any", prompt=prompt, max_tokens=3, stream=True)
@@ -276,14 +276,14 @@ def test_long_system_prompt_is_read_once(smol, tmp_path, connect):
         ask(client, [message("user", "My secret is a lighthouse.")])
         first = ask(client, [system, message("user", "What is deep?")])
         second = ask(client, [system, message("user", "What is wide?")])
-        again = ask(client, [system, message("user", "What is deep?")])
-        alone = ask(client, [system, message("user", "And?")], extra_body={"cache_prompt": False})
-    assert alone.usage.prompt_tokens_details.cached_tokens == 0
+        second_answer = ask(client, [system, message("user", "What is deep?")])
+        uncached_answer = ask(client, [system, message("user", "And?")], extra_body={"cache_prompt": False})
+    assert uncached_answer.usage.prompt_tokens_details.cached_tokens == 0
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens % 64 == 0
     assert second.usage.prompt_tokens_details.cached_tokens > 300
     # reading and storing the second chat has not changed the answer
-    assert again.choices[0].message.content == first.choices[0].message.content
+    assert second_answer.choices[0].message.content == first.choices[0].message.content
     # The file of the system prompt must not contain text of the first chat, which was in the cache before.
     # The test looks for a word, because digits could occur by chance in the file's hashes.
     start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_said(path) == 1)

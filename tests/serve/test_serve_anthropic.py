@@ -97,10 +97,14 @@ def call(id, arguments):
 
 def test_billing_header_is_dropped_only_from_the_system_prompt():
     header = "x-anthropic-billing-header: cc_version=2; cch=1;"
-    for system, rest in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
+    for system, expected in (
+        (f"{header}\n\nBe.", ["Be."]),
+        (header, []),
+        (f"Be.\n{header}", [f"Be.\n{header}"]),
+    ):
         chat = [message("system", system), message("user", header)]
         messages.drop_header(chat)
-        assert [message["content"] for message in chat] == [*rest, header]
+        assert [message["content"] for message in chat] == [*expected, header]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}

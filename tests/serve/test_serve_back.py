@@ -79,9 +79,9 @@ def test_edited_chat_gets_the_answer_of_a_fresh_server(url, talker, options):
 
 def test_request_that_reuses_nothing_reads_all_its_tokens(url):
     messages, n_all = talked(url)
-    again = ask(url, messages[:4], cache_prompt=False)
-    assert again.n_cached == 0
-    assert (again.reply, again.n_all) == (messages[4], n_all[1])
+    second_answer = ask(url, messages[:4], cache_prompt=False)
+    assert second_answer.n_cached == 0
+    assert (second_answer.reply, second_answer.n_all) == (messages[4], n_all[1])
     assert ask(url, messages[:4]).n_read == 1
 
 

@@ -187,8 +187,8 @@ def test_stored_chat_has_the_whole_reply_and_continues_from_the_cache(
         n = first["n_prompt"] + first["n_written"]
         assert n == len(ask.slot.writer.tokens)
         whole = [HI, message("assistant", "The answer is 42.")]
-        again = ask([*whole, message("user", "Why?")], f"{'</think>' if thought else ''}So.")
-        assert again["n_cached"] == n
+        second_answer = ask([*whole, message("user", "Why?")], f"{'</think>' if thought else ''}So.")
+        assert second_answer["n_cached"] == n
         assert ask.prompt.endswith(
             "Hi.<|im_end|>\n<|im_start|>assistant\nThe answer is 42.<|im_end|>\n<|im_start|>user\nWhy?"
             f"<|im_end|>\n<|im_start|>assistant\n{thought}"

@@ -59,8 +59,8 @@ def test_edited_chat_continues_from_the_turn_before_the_edit(url):
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
         assert ask(url, [*edited, message("user", f"Other {n}.")]).n_cached == answers[n].n_all
-    again = ask(url, messages[:4])
-    assert (again.text, again.n_cached) == (answers[1].text, answers[0].n_all)
+    edited_answer = ask(url, messages[:4])
+    assert (edited_answer.text, edited_answer.n_cached) == (answers[1].text, answers[0].n_all)
     assert ask(url, [SYSTEM, message("user", "No other.")]).n_cached == 0
 
 
@@ -211,8 +211,10 @@ def test_chats_of_other_models_count_towards_the_limit(tmp_path):
         old = [stored(store, TOKENS + 1000 * n).path for n in range(3)]
     for i, path in enumerate(old):
         os.utime(path, (1000 + i, 1000 + i))
-    others = [tmp_path / name for name in ("mine.kv", "0123456789abcdef.kv", "fedcba9876543210.kv.archive")]
-    for path in others:
+    other_files = [
+        tmp_path / name for name in ("mine.kv", "0123456789abcdef.kv", "fedcba9876543210.kv.archive")
+    ]
+    for path in other_files:
         path.write_bytes(b"\0" * 30_000)
     with closing(ChatStore(tmp_path, 20_000, {"model": "b"})) as store:
         assert (len(store), len(store.others), store.n_unusable) == (0, 3, 2)
@@ -225,7 +227,7 @@ def test_chats_of_other_models_count_towards_the_limit(tmp_path):
         assert [path.exists() for path in old] == [False, True, True]
         assert store.n_bytes == sum(path.stat().st_size for path in [*old[1:], *new])
         new += [stored(store, TOKENS + 1000 * n).path for n in range(2, 4)]
-        assert sorted(tmp_path.iterdir()) == sorted([*others, *new])
+        assert sorted(tmp_path.iterdir()) == sorted([*other_files, *new])
 
 
 def test_server_removes_folders_of_killed_servers(tmp_path, monkeypatch):
@@ -243,8 +245,8 @@ def test_server_removes_folders_of_killed_servers(tmp_path, monkeypatch):
 
 
 def test_two_servers_cannot_use_one_folder(tmp_path):
-    refused = pytest.raises(SessionError, match="is in use by another server; name another folder")
-    with lock_folder(tmp_path), refused, lock_folder(tmp_path):
+    raises_in_use = pytest.raises(SessionError, match="is in use by another server; name another folder")
+    with lock_folder(tmp_path), raises_in_use, lock_folder(tmp_path):
         pass
 
 

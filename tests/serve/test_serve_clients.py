@@ -72,8 +72,8 @@ def test_functions_of_namespaces_are_called_by_their_own_names(server):
         )
         (call,) = sent.json()["output"]
         assert {name: call[name] for name in ("name", "namespace") if name in call} == names
-    refused = body | {"tool_choice": {"type": "web_search"}}
-    assert httpx.post(f"{server.url}/v1/responses", json=refused, timeout=TIMEOUT_S).status_code == 400
+    hosted_body = body | {"tool_choice": {"type": "web_search"}}
+    assert httpx.post(f"{server.url}/v1/responses", json=hosted_body, timeout=TIMEOUT_S).status_code == 400
 
 
 def test_first_system_messages_are_merged():

@@ -110,8 +110,8 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
         pass
     assert any(line.endswith(f" in {chats}: 1; they stay\n") for line in server.lines)
     assert file.exists()
-    refused = kvtool("serve", *options, "--sessions", other)
-    assert refused.stderr == f"kvtool: {other} is not a folder; name another one\n"
+    refused_done = kvtool("serve", *options, "--sessions", other)
+    assert refused_done.stderr == f"kvtool: {other} is not a folder; name another one\n"
     # The pinned text does not fit. recall would archive it, but h2o must refuse it.
     long = kvtool("serve", *options, "--policy", "h2o", "--port", "0", "--system", "It is long. " * 30)
     assert (long.returncode, long.stderr.count("\n")) == (2, 1)
@@ -170,8 +170,8 @@ def test_chat_and_server_cannot_use_the_same_session(talker, tmp_path, connect):
         chatting.stdin.write(b"Hello\n")
         chatting.stdin.flush()
         assert chatting.stdout.readline()
-        refused = pytest.raises(AssertionError, match=f"{path.name} is in use by a chat; end that chat")
-        with refused, start_server(talker, *options):
+        raises_in_use = pytest.raises(AssertionError, match=f"{path.name} is in use by a chat; end that chat")
+        with raises_in_use, start_server(talker, *options):
             pass
     finally:
         chatting.communicate(timeout=TIMEOUT_S)

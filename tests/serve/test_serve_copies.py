@@ -47,9 +47,9 @@ def test_repeated_request_reads_only_its_reply_header(url):
         messages.append(question)
         answer = ask(url, messages)
         assert answer.n_read > n_min
-        again = ask(url, messages)
-        assert again.reply == answer.reply
-        assert again.n_read < 8
+        second_answer = ask(url, messages)
+        assert second_answer.reply == answer.reply
+        assert second_answer.n_read < 8
         messages.append(answer.reply)
 
 
@@ -108,12 +108,12 @@ def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, 
             messages = [message("user", f"{i}: " + "Waves come and go. " * 60)]
             messages += [message("assistant", server.ask(messages)[0]), message("user", "Why?")]
             server.ask(messages)
-        again = ChatStore(folder, 10**9, store.fixed)
+        reopened = ChatStore(folder, 10**9, store.fixed)
         # from here on, sizes of files can no longer be read
         size = n_bytes()
         monkeypatch.setattr(archive_file, "size", lambda path: 1 / 0)
         assert len(store) == 2
-        assert store.n_bytes == again.n_bytes == size
+        assert store.n_bytes == reopened.n_bytes == size
         newest = store.chats[-1]
         store.max_bytes = size - 1
         store._shrink(keep=newest)

@@ -61,9 +61,9 @@ def test_every_random_request_is_answered_or_refused(chat_model, share_of, api, 
     n = share_of(100, 300)
     counts, _, n_file = fuzz_serve.run(chat_model, n, api=api)
     assert sum(counts.values()) >= n
-    answered, refused = least
-    assert counts["right", 200] >= answered * n // 100
-    assert counts["right", 400] >= refused * n // 100
+    n_answered, n_refused = least
+    assert counts["right", 200] >= n_answered * n // 100
+    assert counts["right", 400] >= n_refused * n // 100
     assert n_file < fuzz_serve.N_FILE
 
 

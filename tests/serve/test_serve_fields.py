@@ -368,8 +368,8 @@ def test_stop_token_ids_are_applied(server):
     assert plain["message"]["content"].startswith(cut["message"]["content"])
     assert len(cut["message"]["content"]) < len(plain["message"]["content"])
     for name, value in {"stop_token_ids": [10**9], "logit_bias": {str(10**9): 1}}.items():
-        refused = server.ask("/v1/chat/completions", {"messages": HI, name: value})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        response = server.ask("/v1/chat/completions", {"messages": HI, name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -500,8 +500,8 @@ def test_parallel_tool_calls_false_ends_the_reply_after_one_call(talker):
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
         assert answer["stop_reason"] == "tool_use"
         choice = {"type": "any", "disable_parallel_tool_use": 1}
-        refused = server.ask("/v1/messages", body | {"tool_choice": choice})
-        assert "tool_choice.disable_parallel_tool_use must be true or false" in refused.text
+        refused_response = server.ask("/v1/messages", body | {"tool_choice": choice})
+        assert "tool_choice.disable_parallel_tool_use must be true or false" in refused_response.text
 
 
 def test_stream_reports_prompt_progress_on_request(talker):

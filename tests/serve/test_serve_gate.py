@@ -69,14 +69,14 @@ def test_unparsable_body_is_refused_with_the_reason(body, words):
 def test_body_may_not_exceed_the_limit():
     assert post(BODY, limits=Limits(max_bytes=len(BODY)))[0] == 200
     limits = Limits(max_bytes=len(BODY) - 1)
-    refused = (413, f"the body has more than {len(BODY) - 1} bytes")
-    assert post(BODY, limits=limits)[:2] == refused
+    refusal = (413, f"the body has more than {len(BODY) - 1} bytes")
+    assert post(BODY, limits=limits)[:2] == refusal
 
     async def parts():
         yield BODY
 
     # the body is sent in chunks, without its length
-    assert post(parts(), limits=limits)[:2] == refused
+    assert post(parts(), limits=limits)[:2] == refusal
 
 
 def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch):
@@ -205,14 +205,14 @@ OWN = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
 
 
 @pytest.mark.parametrize(
-    ("value", "is_local", "accepted", "refused"),
+    ("value", "is_local", "accepted", "refused_hosts"),
     [
         ("127.0.0.1", True, OWN, ("gpu.lan", "gpu", "gpu.local")),
         ("0.0.0.0", False, (*OWN, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "gpu.evil")),
         ("Kvtool", False, (*OWN, "kvtool", "gpu"), ("kvtool.local",)),
     ],
 )
-def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused, monkeypatch):
+def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused_hosts, monkeypatch):
     """A web page whose name resolves to this machine (DNS rebinding) sends its name as Host and Origin."""
     monkeypatch.setattr(gate.socket, "gethostname", lambda: "Gpu.lan")
     limits = Limits(names=gate.own_names(value, is_local=is_local))
@@ -224,7 +224,7 @@ def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, r
     for host in accepted:
         assert get_models(host, limits).status_code == 200, host
     wrong = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[bad", "")
-    for host in (*refused, *wrong):
+    for host in (*refused_hosts, *wrong):
         answer = get_models(host, limits)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host"), host
         words = f"this server does not answer as {host}:8080; use its IP address, or --api-key-file"
@@ -295,8 +295,8 @@ def test_each_request_is_one_line_in_the_log():
     assert re.fullmatch(
         rf"{when} POST /v1/messages 400 \d+ ms: messages .*", last("/v1/messages", "POST", content=b"{}")
     )
-    refused = rf"{when} GET /v1/models 401 \d+ ms: the API key is wrong or missing"
-    assert re.fullmatch(refused, last("/v1/models", limits=Limits(("key",))))
+    refused_line = rf"{when} GET /v1/models 401 \d+ ms: the API key is wrong or missing"
+    assert re.fullmatch(refused_line, last("/v1/models", limits=Limits(("key",))))
     asks = {"Origin": OBSIDIAN, "Access-Control-Request-Method": "POST"}
     assert re.fullmatch(
         rf"{when} OPTIONS /v1/models 403 \d+ ms: pages of {OBSIDIAN} are refused; .*",

@@ -67,9 +67,9 @@ def test_messages_answer_has_text_usage_and_stats(client):
     assert (stats["tokens"], stats["budget"]) == (usage.input_tokens + 6, 1024)
     # if a client marks a prefix for caching, cache_creation_input_tokens includes the tokens that were read
     marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
-    again = ask(client, [message("user", "Name a river.")], system=marked).usage
-    assert again.input_tokens == 0
-    assert again.cache_creation_input_tokens > 10
+    second_usage = ask(client, [message("user", "Name a river.")], system=marked).usage
+    assert second_usage.input_tokens == 0
+    assert second_usage.cache_creation_input_tokens > 10
 
 
 def test_stream_has_the_text_and_usage_of_the_whole_answer(server, client):

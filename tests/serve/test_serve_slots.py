@@ -200,10 +200,10 @@ def test_turn_of_a_slot_ends_when_its_time_is_over(monkeypatch, first_s):
 
 @pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])
 def test_concurrent_answers_equal_those_of_single_chats(talker, tmp_path, one_step, policy):
-    steps, alone, jobs = [], [], []
+    steps, single_texts, jobs = [], [], []
     with served(talker, policy, tmp_path / "alone") as server:
         for i in range(2):
-            alone.append(server.put(question(i)).text)
+            single_texts.append(server.put(question(i)).text)
     with served(talker, policy, tmp_path / "beside") as server:
 
         def on_event(kind, i=0):
@@ -218,7 +218,7 @@ def test_concurrent_answers_equal_those_of_single_chats(talker, tmp_path, one_st
         jobs.append(FakeJob(question(0), on_event=on_event))
         server.jobs.put(jobs[0])
         assert jobs[0].last
-        assert [job.text for job in jobs] == alone
+        assert [job.text for job in jobs] == single_texts
         assert len(server.pool.slots) == 2
     # the two answers are computed in turns
     assert len([1 for one, after in itertools.pairwise(steps) if one != after]) > 30
@@ -247,20 +247,20 @@ def test_short_prompt_is_read_before_a_long_one_that_came_first(
     # every step takes longer than this target, so the long prompt is read in steps of the smallest size
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
-        others, events = [], []
+        other_jobs, events = [], []
 
         def on_event(kind):
             events.append(f"first: {kind}")
-            if not others:
-                others.append(
+            if not other_jobs:
+                other_jobs.append(
                     server.put(question(1, 0), on_event=lambda kind: events.append(f"second: {kind}"))
                 )
-            if not others[0].is_over:
+            if not other_jobs[0].is_over:
                 server.wait_for_another()
 
         first = server.put(question(0, 12), on_event=on_event)
         assert 128 < first.last["n_prompt"] < 240
-        assert others[0].text
+        assert other_jobs[0].text
         assert events.index("second: read") < events.index("first: read")
         assert all(slot.engine.chunk_size for slot in server.pool.slots)
 
@@ -333,8 +333,8 @@ def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, p
         # server stores this shorter chat again, and must also keep the longer chat.
         start = server.put(question(6))
         chat = [*question(6), message("assistant", start.text), *question(7)]
-        first, again = ask_both(server, chat, question(6), n_max=200)
-        assert again.text == start.text
+        first, second = ask_both(server, chat, question(6), n_max=200)
+        assert second.text == start.text
         after = server.put([*chat, message("assistant", first.text), *question(8)])
         assert after.last["n_cached"] >= first.last["kvtool"]["tokens"]
 
@@ -371,16 +371,16 @@ def test_error_while_choosing_a_slot_does_not_end_the_server(talker, tmp_path, o
 
 def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
     with served(talker, "h2o", tmp_path, n=3, limit=1) as server:
-        others = []
+        other_jobs = []
 
         def on_event(kind):
-            if not others:
-                others.extend(server.put(question(i)) for i in (1, 2))
+            if not other_jobs:
+                other_jobs.extend(server.put(question(i)) for i in (1, 2))
                 server.wait_for_another()
 
         first = server.put(question(0), on_event=on_event)
         assert first.text
-        assert all(job.text for job in others)
+        assert all(job.text for job in other_jobs)
         assert server.pool.n_max == len(server.pool.slots) == 1
         # the queue then counts only one request as not waiting
         until(lambda: server.jobs.n_slots == 1)
@@ -391,7 +391,7 @@ def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
 @pytest.mark.parametrize("error", [LibraryError("a device is gone"), ZeroDivisionError()])
 def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, monkeypatch, error):
     with served(talker, "h2o", tmp_path) as server:
-        alone = server.put(question(0)).text
+        expected = server.put(question(0)).text
         bad = []
 
         def on_event(kind):
@@ -408,7 +408,7 @@ def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, mo
         def broken(*arguments):
             raise error
 
-        assert server.put(question(0), on_event=on_event, n_max=40).text == alone
+        assert server.put(question(0), on_event=on_event, n_max=40).text == expected
         assert bad[0].last["kind"] == "error"
         assert bad[0].last["error"].status == 500
         monkeypatch.undo()
@@ -446,7 +446,7 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
     prompt = {"messages": question(2, 30_000)}
     with start_server(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
-        alone = ask(server.url, **short).text
+        expected = ask(server.url, **short).text
         for body in (long, prompt):
             with open_connection(server.url) as link:
                 link.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}))
@@ -454,7 +454,7 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
                 if body is long:
                     answer = link.getresponse()
                     assert answer.readline()
-                assert ask(server.url, **short).text == alone
+                assert ask(server.url, **short).text == expected
                 # just after it has answered the short request, the server may still count it
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1

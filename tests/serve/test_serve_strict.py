@@ -100,11 +100,11 @@ def parsed_answer(server, package, call, fields):
     kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
     url = "http://localhost" + ("/v1" if package is openai else "")
 
-    async def answered():
+    async def get_answer():
         transport = httpx.ASGITransport(app.make(server.site))
-        async with httpx.AsyncClient(transport=transport, base_url=url) as http:
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             method = kind(
-                base_url=url, api_key="x", http_client=http, max_retries=0, _strict_response_validation=True
+                base_url=url, api_key="x", http_client=client, max_retries=0, _strict_response_validation=True
             )
             for name in call.split("."):
                 method = getattr(method, name)
@@ -113,7 +113,7 @@ def parsed_answer(server, package, call, fields):
                 answer = await answer
             return [each async for each in answer] if hasattr(answer, "__aiter__") else answer
 
-    return server.run(answered())
+    return server.run(get_answer())
 
 
 @pytest.mark.parametrize("case", OPENAI)
@@ -178,8 +178,8 @@ def test_openai_client_gets_a_thought_as_an_item_before_the_message(thinker, n_m
         message("assistant", whole.output_text),
         message("user", "?"),
     ]
-    again = parsed_answer(thinker, openai, "responses.create", THOUGHT | {"input": turns})
-    assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
+    second_response = parsed_answer(thinker, openai, "responses.create", THOUGHT | {"input": turns})
+    assert second_response.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
 
 
 def test_anthropic_client_gets_a_thought_as_a_block(thinker):

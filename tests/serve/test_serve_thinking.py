@@ -235,9 +235,9 @@ def test_variables_with_which_the_template_fails_are_refused(serve):
 def test_chat_continues_from_the_cache_if_effort_changes_only_the_header(serve, policy):
     serve = serve(SWITCHED, policy)
     chat, n_before = [*USER], 0
-    for turn, off in enumerate((True, False, True)):
-        more = {"chat_template_kwargs": {"enable_thinking": False}} if off else {}
-        end = serve(chat, f"It is {turn}." if off else f"</think>It is {turn}.", **more)
+    for turn, is_off in enumerate((True, False, True)):
+        more = {"chat_template_kwargs": {"enable_thinking": False}} if is_off else {}
+        end = serve(chat, f"It is {turn}." if is_off else f"</think>It is {turn}.", **more)
         assert end["n_cached"] == n_before
         n_before = end["kvtool"]["tokens"]
         chat += [end["message"], {"role": "user", "content": "And?"}]
@@ -293,8 +293,8 @@ def test_server_applies_think_and_refuses_an_unsupported_typed_effort(tmp_path):
         line = "think low: the model's chat template takes off and on; it is left out"
         assert line in "".join(server.lines)
     words = "think low: the model's chat template takes off and on"
-    refused = pytest.raises(AssertionError, match=words)
-    with refused, start_server(path, *options, "--think", "low"):
+    raises_refusal = pytest.raises(AssertionError, match=words)
+    with raises_refusal, start_server(path, *options, "--think", "low"):
         pass
 
 
@@ -315,9 +315,9 @@ def test_thought_is_limited_by_the_budgets_of_request_and_server(bytewise, tmp_p
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
         pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
-        thought, rest = b"".join(pieces[:most]), b"".join(pieces[most:])
+        thought, answer_bytes = b"".join(pieces[:most]), b"".join(pieces[most:])
         assert end["message"]["reasoning_content"] == thought.decode("utf-8", "replace")
-        assert rest.startswith(b"</think>")
+        assert answer_bytes.startswith(b"</think>")
         assert end["message"]["content"]
 
 

@@ -199,8 +199,8 @@ def test_nll_minus_best_compares_with_the_best_other_run_of_the_budget(common):
     by_run = dict(results.compared())
     assert by_run[runs[0]]["best_other"] is None
     for run in runs[1:]:
-        others = [other for other in runs if other.typed_budget == run.typed_budget and other is not run]
-        best = min(others, key=lambda other: sum(sums[other]))
+        other_runs = [other for other in runs if other.typed_budget == run.typed_budget and other is not run]
+        best = min(other_runs, key=lambda other: sum(sums[other]))
         assert by_run[run]["best_other"] == best.label
         difference = np.subtract(sums[run], sums[best])
         names = [f"nll_minus_best{end}" for end in ("", "_stderr", "_margin")]

@@ -150,10 +150,10 @@ def test_attended_equals_the_sum_of_the_engines_steps(tiny_model, arch, options,
     rows, n_query = np.zeros((len(n_head), 210)), 0
     for step, (pos, attn) in enumerate(notes):
         for row, (tokens, actual) in enumerate(zip(pos.tolist(), attn.tolist(), strict=True)):
-            for token, some in zip(tokens, actual, strict=True):
+            for token, attention in zip(tokens, actual, strict=True):
                 if token >= 0:
-                    rows[row, token] += some
-                    steps[step, token] += some
+                    rows[row, token] += attention
+                    steps[step, token] += attention
         n = ends[step + 1] - ends[step]
         n_query += n * bool((pos >= 0).any())
         steps[step] /= n * n_head.sum()

@@ -108,8 +108,8 @@ def test_sample_fills_its_length_and_depends_only_on_the_seed(name, items_of, mo
     assert items == items_of(name, length=length, repeats=2)
     assert items[0].prompt != items[1].prompt
     # seeds shuffle the documents; a prompt has so few of them that two seeds may give the same order
-    others = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
-    assert any(other != items[0].prompt for other in others)
+    other_prompts = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
+    assert any(other != items[0].prompt for other in other_prompts)
     for item in items:
         assert item.prompt.endswith(item.question)
         assert item.references
@@ -318,10 +318,10 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
 
 
 def test_error_for_a_short_length_names_the_smallest_length(items_of):
-    with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
+    with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as caught:
         items_of("niah_single_1", length=150)
     # the message only estimates the least length, because samples for different lengths differ by some tokens
-    least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
+    least = int(re.search(r"takes about (\d+)", str(caught.value))[1])
     assert len(items_of("niah_single_1", length=least + 32)) == 1
     with pytest.raises(InputError, match="takes about"):
         items_of("niah_single_1", length=least - 32)
@@ -532,11 +532,11 @@ def test_kept_tokens_do_not_depend_on_a_question_asked_after(bytewise, policy):
 @pytest.mark.parametrize("chat", [False, True])
 def test_full_cache_gives_the_same_answer_for_known_and_after(bytewise, chat):
     with closing(reader_of(bytewise, "full", chat=chat, type_k="f32", type_v="f32", flash="off")) as reader:
-        written = []
+        answers = []
         for question in ("", QUESTIONS[0]):
             reader.ask(TEXT + QUESTIONS[0], 16, question=question, opening="It")
-            written.append(reader.write(16))
-    assert written[0] == written[1] != ""
+            answers.append(reader.write(16))
+    assert answers[0] == answers[1] != ""
 
 
 def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):

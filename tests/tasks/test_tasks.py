@@ -91,8 +91,8 @@ def test_log_likelihood_equals_reading_the_answer_token_by_token(tiny_model, pol
         reader.read(PROMPT, 40)
         likelihood = reader.log_likelihood(ANSWER)
         assert reader.engine.n_evicted > 48
-        alone = stepwise(reader.model, policies.fit(policy, 48), reader.settings, PROMPT, ANSWER)
-    assert likelihood.logp == pytest.approx(alone, abs=1e-3)
+        expected = stepwise(reader.model, policies.fit(policy, 48), reader.settings, PROMPT, ANSWER)
+    assert likelihood.logp == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "bumblebee"])
@@ -131,9 +131,9 @@ def test_written_text_is_likelier_than_another_text(smollm2):
     with reading(smollm2) as reader:
         reader.read("The sky is blue, the grass is green, and the sun is", 20)
         with reader.going_back() as back:
-            written = reader.write(3)
+            tokens = reader.write(3)
             back()
-            of_written = reader.log_likelihood(written)
+            of_written = reader.log_likelihood(tokens)
             back()
             other = reader.log_likelihood(" a green sandwich")
     assert of_written.n == 3
@@ -508,15 +508,15 @@ def test_resume_completes_an_unfinished_run(tiny_model, tmp_path):
     assert out.read_bytes().startswith(first)
     ids = ["400-0.2-0", "400-0.8-0", "400-0.2-1", "400-0.8-1"]
     assert [record["id"] for record in records.read(out)] == ids
-    done, again = (run_kvtool(*command, "--resume") for _ in range(2))
-    assert done.stdout == again.stdout
+    done, repeated = (run_kvtool(*command, "--resume") for _ in range(2))
+    assert done.stdout == repeated.stdout
     assert "passkey, 4 items" in done.stdout
 
 
 def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path):
     command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--records", tmp_path / "out.jsonl", "--resume")
-    alone = run_kvtool(*command, "--policy", "full").stdout
-    assert "minus" not in alone
+    expected = run_kvtool(*command, "--policy", "full").stdout
+    assert "minus" not in expected
     second = (*command, "--policy", "h2o", "--budget", "25%")
     title = "minus full (first in the file), over the same items:\n\nscore"
     assert title in run_kvtool(*second).stdout
@@ -525,7 +525,7 @@ def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path
     difference = summary["minus_first"]["found"]
     assert difference["n"] == 4
     assert difference["low"] < difference["mean"] < difference["high"]
-    assert run_kvtool(*command, "--policy", "full").stdout == alone
+    assert run_kvtool(*command, "--policy", "full").stdout == expected
     other_type = run_kvtool(*command, "--policy", "full", "-ctk", "q8_0", "-ctv", "q8_0")
     assert "minus full, type_k f16, type_v f16 (first in the file)" in other_type.stdout
     # `full` has no `evict_every`, so only the default of --batch-size is named

@@ -91,25 +91,25 @@ def test_every_task_records_and_prints_its_scores(tiny_chat, tmp_path, task):
         for value in {str(record[name]) for record in results}:
             assert f"\n{value} " in done.stdout
     # items with a record are not asked again
-    again = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out, "--resume")
-    assert again.stdout == done.stdout
+    resumed = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out, "--resume")
+    assert resumed.stdout == done.stdout
     assert len(records_of(out)) == len(results)
 
 
 def test_answers_depend_on_temperature_and_seed(tiny_chat, tmp_path):
-    def written(*how, out=None):
+    def answers_of(*how, out=None):
         out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *how)
         return [record["output"] for record in records_of(out)]
 
-    likeliest = written()
-    assert likeliest == written("--temp", "0", "--seed", "4")
-    drawn = written("--temp", "0.9", "--seed", "4")
-    assert drawn == written("--seed", "4", "--temp", "0.9")
-    others = (written("--temp", "0.9", "--seed", "5"), written("--temp", "0.3", "--seed", "4"))
-    assert drawn not in (likeliest, *others)
+    likeliest = answers_of()
+    assert likeliest == answers_of("--temp", "0", "--seed", "4")
+    drawn = answers_of("--temp", "0.9", "--seed", "4")
+    assert drawn == answers_of("--seed", "4", "--temp", "0.9")
+    other_answers = (answers_of("--temp", "0.9", "--seed", "5"), answers_of("--temp", "0.3", "--seed", "4"))
+    assert drawn not in (likeliest, *other_answers)
     # if answers are sampled in another way, there is another record
-    assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
+    assert answers_of("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + answers_of("--temp", "0.9")
 
 
 def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):

@@ -86,8 +86,8 @@ def main() -> None:
         n_failed += any(result not in ("ok", "-") for result in results.values())
         outcomes = ", ".join(f"{name} {result}" for name, result in results.items())
         print(f"{path.stem:24} {outcomes}", flush=True)
-        if refused := _refused_policies(path):
-            print(f"{'':24} refused: {'; '.join(refused)}", flush=True)
+        if refused_policies := _refused_policies(path):
+            print(f"{'':24} refused: {'; '.join(refused_policies)}", flush=True)
     print(f"{n_run} run, {n_failed} of them fail")
     sys.exit(n_failed > 0)
 
@@ -104,14 +104,14 @@ def _refusal(path: Path) -> str | None:
 
 
 def _refused_policies(path: Path) -> list[str]:
-    refused = []
+    names = []
     for name in policies.names():
         try:
             with open_engine(path, policies.fit(name, 96, 8 if name != "full" else None)):
                 pass
         except KvtoolError as error:
-            refused.append(f"{name} ({error})")
-    return refused
+            names.append(f"{name} ({error})")
+    return names
 
 
 def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:

@@ -437,18 +437,18 @@ def errors(visit: Visitor) -> None:
     """Each error is shown as one plain line with a button for a retry."""
     with visit.page(fake=True) as page:
         foot = page.locator(".foot").last
-        again = page.locator(".foot").get_by_role("button", name="Retry")
+        retry_button = page.locator(".foot").get_by_role("button", name="Retry")
         send(page, "hi", wait=False)
         refuse(page, 429, "the queue is full (64 waiting); try again later")
         expect(foot).to_have_text("The queue is full (64 waiting); try again laterRetry")
         visit.shot(page, "error")
-        again.click()
+        retry_button.click()
         page.evaluate("lose()")
         expect(foot).to_contain_text("There is no connection to the server")
-        again.click()
+        retry_button.click()
         page.evaluate("refuse(502, '<html>bad gateway')")
         expect(foot).to_contain_text("The server answered with status 502")
-        again.click()
+        retry_button.click()
         piece(page, "half", first=True)
         page.evaluate("end()")
         expect(foot).to_have_text("The connection was lost before the reply ended")

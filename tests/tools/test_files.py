@@ -70,11 +70,11 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
 
 def test_user_files_are_written_only_by_system_files():
     # these files are exceptions: they write only to temporary folders or to the folder of downloaded models
-    others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py"}
+    other_files = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py"}
     for path in Path(files.__file__).parent.parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         calls = re.findall(r"\.write_(?:bytes|text)\(|open\(\"w|savefig\(.*", text)
-        if path.name not in {*others, "files.py"}:
+        if path.name not in {*other_files, "files.py"}:
             assert all(call.startswith("savefig(out,") for call in calls), (path, calls)
 
 
