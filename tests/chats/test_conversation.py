@@ -193,7 +193,7 @@ def test_read_waits_once_for_the_device_and_write_does_not(chat, model, monkeypa
     writer = chat().writer
     context, calls = writer.engine.context, []
     decode, wait = context.decode, context.wait
-    monkeypatch.setattr(context, "decode", lambda *how: calls.append("decode") or decode(*how))
+    monkeypatch.setattr(context, "decode", lambda *arguments: calls.append("decode") or decode(*arguments))
     monkeypatch.setattr(context, "wait", lambda: calls.append("wait") or wait())
     writer.read(model.tokenize("One two three four. " * 8))
     assert calls == [*["decode"] * 3, "wait"]
@@ -912,9 +912,9 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
         monkeypatch.setattr(
             talk, stopped, lambda *args: (signal.raise_signal(signal.SIGINT), plain(*args))[1]
         )
-        for text, n_said in (("Name a car.", 1), ("Name a boat.", 2), ("Name a car.", 3)):
+        for text, n_cancelled in (("Name a car.", 1), ("Name a boat.", 2), ("Name a car.", 3)):
             terminal.say(text, again=True)
-            assert out.getvalue().count("cancelled; the chat is as it was before") == n_said
+            assert out.getvalue().count("cancelled; the chat is as it was before") == n_cancelled
             assert (stream(talk), talk.messages) == (before, messages)
             assert terminal.last_typed == {"Name a car.": "@car.txt"}
             # the prompt offers an edited turn again, and sending it replaces the last turn

@@ -183,7 +183,7 @@ def test_long_chat_tokenized_in_parts_gives_the_same_tokens(model, template, mon
     sizes, tokenize = [], model.tokenize
     monkeypatch.setattr(marks, "_LONG", 50)
     monkeypatch.setattr(
-        model, "tokenize", lambda part, **how: sizes.append(len(part)) or tokenize(part, **how)
+        model, "tokenize", lambda part, **options: sizes.append(len(part)) or tokenize(part, **options)
     )
     assert [tokens_of(model, text, start=start).tolist() for start in (False, True)] == wholes
     assert max(sizes) < 200 < len(text)

@@ -27,8 +27,8 @@ DROPS = (
 KEEPS = DROPS.replace(".split('</think>')[-1].lstrip('\n')", "").replace("%OPEN%", "{# <think> #}")
 
 
-def parts(text, n, tags=THINK, **how):
-    splitter = Splitter(tags, **how)
+def parts(text, n, tags=THINK, **options):
+    splitter = Splitter(tags, **options)
     pieces = [text[i : i + n] for i in range(0, len(text), n)]
     texts = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
     return tuple("".join(text for is_thought, text in texts if is_thought is kind) for kind in (True, False))

@@ -130,12 +130,12 @@ class Terminal:
 
     def say(self, line):
         """Type a line at a prompt and wait for the next prompt; return the text between them."""
-        at = len(self.text)
+        offset = len(self.text)
         self.type(line)
         self.type("\r")
         # the terminal shows the typed line first
-        self._read_until(lambda: self.text[at:].endswith(PROMPT))
-        output = self.text[at:]
+        self._read_until(lambda: self.text[offset:].endswith(PROMPT))
+        output = self.text[offset:]
         self._at = len(self.text)
         width = self._screen.columns
         typed = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
@@ -180,9 +180,9 @@ def terminals(model, *options, env=None):
     """Yield a function that starts a chat and waits for its prompt. Its arguments are further options."""
     with ExitStack() as stack:
 
-        def start(*more, **how):
-            how["env"] = (env or {}) | how.get("env", {})
-            chat = stack.enter_context(closing(Terminal(model, *options, *more, **how)))
+        def start(*more, **kwargs):
+            kwargs["env"] = (env or {}) | kwargs.get("env", {})
+            chat = stack.enter_context(closing(Terminal(model, *options, *more, **kwargs)))
             chat.wait_for(PROMPT)
             return chat
 

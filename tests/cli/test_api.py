@@ -96,7 +96,9 @@ def test_generate_continues_the_stream_of_the_last_call(smollm2, monkeypatch):
     with closing(load_model(smollm2)) as model:
         starts, tokenize = [], model.tokenize
         monkeypatch.setattr(
-            model, "tokenize", lambda text, **how: starts.append(how.get("start")) or tokenize(text, **how)
+            model,
+            "tokenize",
+            lambda text, **options: starts.append(options.get("start")) or tokenize(text, **options),
         )
         with_one = Settings(n_threads=1, n_batch=64)
         engine = kvtool.Engine(model, load_policy("local", 64), with_one)

@@ -88,8 +88,8 @@ def test_resumed_chat_gives_the_same_replies_as_an_uninterrupted_chat(
     first = ["--policy", policy, "--budget", "96", *sampling.split()]
     ends = share_of((1, 6, 10, 14), (1, 9, 17, 24))
     assert talk(TURNS[: ends[-1]], *first, session="whole").returncode == 0
-    for at, end in pairwise((0, *ends)):
-        done = talk(TURNS[at:end], *([] if at else first))
+    for begin, end in pairwise((0, *ends)):
+        done = talk(TURNS[begin:end], *([] if begin else first))
         assert done.returncode == 0
         assert re.fullmatch(RECALL_LINE if policy == "recall" else "", done.stderr)
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
@@ -135,8 +135,8 @@ def test_repeated_kills_lose_no_saved_turn(chat_model, tmp_path, share_of, optio
         if n_kill % 5:
             # Kill the chat while it reads, writes or saves. The test first waits for output, so that slow
             # machines have time to reply.
-            n_said = rng.randint(1, 80)
-            while len(output) < n_said and (part := chat.stdout.read(n_said - len(output))):
+            n_bytes = rng.randint(1, 80)
+            while len(output) < n_bytes and (part := chat.stdout.read(n_bytes - len(output))):
                 output += part
             time.sleep(rng.uniform(0, 0.1))
         else:
@@ -549,8 +549,8 @@ def test_session_stores_clusters_and_continues_if_they_are_missing(talk, tmp_pat
         talk(TURNS, *RECALL, *clusters, session=name)
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     data, before, text = archive.read_bytes(), path.read_bytes(), exported(path)
-    (_, _, _, n_bytes, at), *_ = session.read(path)[1][CLUSTERS].tolist()
-    for n in (at, at + n_bytes - 1):
+    (_, _, _, n_bytes, offset), *_ = session.read(path)[1][CLUSTERS].tolist()
+    for n in (offset, offset + n_bytes - 1):
         archive.write_bytes(data[:n] + bytes([data[n] ^ 16]) + data[n + 1 :])
         assert_one_line(talk(TURNS[:1]), 9, f"{archive} is damaged, and the chat in {path} cannot continue")
         assert (path.read_bytes(), exported(path)) == (before, text)

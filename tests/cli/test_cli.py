@@ -433,8 +433,8 @@ def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp
     name = "windows" if "--windows" in more else "stream"
     plain = getattr(perplexity, name)
 
-    def interrupted(engine, tokens, *how):
-        *before, scored = how
+    def interrupted(engine, tokens, *arguments):
+        *before, scored = arguments
 
         def stop(nll):
             signal.raise_signal(number)

@@ -155,7 +155,7 @@ def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, outcomes, t
         return {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if reference else None}
 
     outcomes(outcome)
-    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **how: nullcontext())
+    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **options: nullcontext())
     monkeypatch.setattr("kvtool.cli.compare.command._n_cell", lambda run, n_ctx: 64)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
     monkeypatch.setattr(grid, "identity", lambda common, run: {})

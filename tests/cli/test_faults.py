@@ -428,24 +428,24 @@ def test_input_typed_during_a_reply_waits_for_its_end(terminal, blocking_policy)
 HUNG_UP = {"signal": (-signal.SIGHUP, 128 + signal.SIGHUP), "no signal": (128 + signal.SIGHUP,)}
 
 
-@pytest.mark.parametrize("how", HUNG_UP)
-def test_closed_terminal_ends_the_chat(terminal, how):
-    chat = terminal(is_controlling=how == "signal")
+@pytest.mark.parametrize("ending", HUNG_UP)
+def test_closed_terminal_ends_the_chat(terminal, ending):
+    chat = terminal(is_controlling=ending == "signal")
     chat.wait_for("> ")
     os.close(chat.master)
-    assert chat.process.wait(TIMEOUT_S) in HUNG_UP[how]
+    assert chat.process.wait(TIMEOUT_S) in HUNG_UP[ending]
 
 
-@pytest.mark.parametrize("how", HUNG_UP)
-def test_terminal_closed_during_a_reply_keeps_the_turn(terminal, blocking_policy, tmp_path, how):
+@pytest.mark.parametrize("ending", HUNG_UP)
+def test_terminal_closed_during_a_reply_keeps_the_turn(terminal, blocking_policy, tmp_path, ending):
     path = tmp_path / "chat.kv"
-    chat = terminal("--session", path, is_controlling=how == "signal")
+    chat = terminal("--session", path, is_controlling=ending == "signal")
     chat.wait_for("> ")
     chat.type("Tell me a long story of the sea.\n")
     blocking_policy.wait()
     os.close(chat.master)
     blocking_policy.go()
-    assert chat.process.wait(TIMEOUT_S) in HUNG_UP[how]
+    assert chat.process.wait(TIMEOUT_S) in HUNG_UP[ending]
     user, reply = sessions.read(path)[0]["messages"]
     assert user["content"] == "Tell me a long story of the sea."
     assert reply["content"]

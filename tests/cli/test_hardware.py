@@ -211,11 +211,11 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     class Full(Model):
         most, tried = 1, []
 
-        def __init__(self, path, *, n_gpu_layers=None, **how):
+        def __init__(self, path, *, n_gpu_layers=None, **options):
             self.tried.append(n_gpu_layers)
             if n_gpu_layers is None or n_gpu_layers > self.most:
                 raise OutOfMemory("the GPU is full")
-            super().__init__(path, n_gpu_layers=n_gpu_layers, **how)
+            super().__init__(path, n_gpu_layers=n_gpu_layers, **options)
 
     fake_gpu(monkeypatch, default_talker, 2, n_cell=1000)
     monkeypatch.setattr(llama_model, "Model", Full)
@@ -245,11 +245,11 @@ def test_resident_tokens_leave_less_gpu_memory_for_layers(default_talker, monkey
 def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, monkeypatch):
     open_context, models = loop.open_context, []
 
-    def crowded(model, *how):
+    def crowded(model, *arguments):
         models.append(model)
         if model._n_gpu_layers != 0:
             raise OutOfMemory("no memory for a cache", on_gpu=model.uses_gpu)
-        return open_context(model, *how)
+        return open_context(model, *arguments)
 
     monkeypatch.setattr(loop, "open_context", crowded)
     monkeypatch.setattr(llama_model, "has_gpu", lambda: True)

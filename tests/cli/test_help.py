@@ -496,8 +496,8 @@ def test_explain_shows_the_unused_bytes_of_a_small_budget(smollm2):
     assert "(256 cells per row), " in done.stderr
 
 
-@pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
-def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_said):
+@pytest.mark.parametrize(("budget", "is_shown"), [(100, True), (256, False)])
+def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_shown):
     master, slave = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
     fork_server.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave, check=True)
@@ -506,9 +506,11 @@ def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_s
     os.close(slave)
     output = os.read(master, 4096).decode()
     os.close(master)
-    assert output.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
+    assert (
+        output.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_shown
+    )
     # another line says that -n has cut the answer
-    assert output.count("\n") == is_said + 1
+    assert output.count("\n") == is_shown + 1
 
 
 def test_error_lines_wrap_between_words():

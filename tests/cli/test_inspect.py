@@ -40,7 +40,7 @@ def rendered(texts, share, last=100, archived=(), **console):
     return out.getvalue()
 
 
-def drawn(texts, width):
+def drawing(texts, width):
     return [
         "".join(piece for piece, _ in line) for line in inspect_terminal.lines(texts, [0] * len(texts), width)
     ]
@@ -68,17 +68,17 @@ def test_columns_of_the_strip_are_spread_evenly():
 
 
 def test_lines_break_between_words_and_show_control_characters():
-    assert drawn(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
-    assert drawn(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [
+    assert drawing(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
+    assert drawing(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [
         "a\u23ce",
         "\u23ce",
         "b\u2192   c\u241b[2J\u23ce",
     ]
-    assert drawn(["\u202eabc", "\x9b"], 20) == ["\ufffdabc\ufffd"]
+    assert drawing(["\u202eabc", "\x9b"], 20) == ["\ufffdabc\ufffd"]
     # one word is longer than a line, and some characters are two columns wide
-    assert drawn(["x", "abcdefghijkl"], 5) == ["x", "abcde", "fghij", "kl"]
-    assert drawn(["\u4e16\u754c", "\u4e16"], 5) == ["\u4e16\u754c", "\u4e16"]
-    assert drawn(["", ""], 5) == []
+    assert drawing(["x", "abcdefghijkl"], 5) == ["x", "abcde", "fghij", "kl"]
+    assert drawing(["\u4e16\u754c", "\u4e16"], 5) == ["\u4e16\u754c", "\u4e16"]
+    assert drawing(["", ""], 5) == []
 
 
 def test_hidden_earlier_tokens_are_counted():

@@ -59,11 +59,11 @@ class Screen:
 
 
 def write(out, text, seed=0, most=7):
-    draws, at = random.Random(seed), 0
-    while at < len(text):
+    draws, offset = random.Random(seed), 0
+    while offset < len(text):
         n = draws.randint(1, most)
-        out.write(text[at : at + n])
-        at += n
+        out.write(text[offset : offset + n])
+        offset += n
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -172,9 +172,9 @@ def test_dev_stdin_and_dev_fd_are_read_like_stdin(talker, tmp_path):
     file = tmp_path / "text"
     file.write_text("Say hello.")
 
-    def read(*words, **how):
+    def read(*words, **kwargs):
         options = ("-n", "1", "-t", "1", "--json", "-m", talker)
-        done = fork_server.run([*KVTOOL, "generate", *words, *options], **how)
+        done = fork_server.run([*KVTOOL, "generate", *words, *options], **kwargs)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["prompt_tokens"]
 

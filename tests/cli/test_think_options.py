@@ -40,8 +40,8 @@ def models(tmp_path_factory):
     return model
 
 
-def n_prompt(model, *options, **how):
-    done = run_kvtool("generate", "Hello", "-m", model, "-n", 1, "-t", 1, "--json", *options, **how)
+def n_prompt(model, *options, **kwargs):
+    done = run_kvtool("generate", "Hello", "-m", model, "-n", 1, "-t", 1, "--json", *options, **kwargs)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["prompt_tokens"], done.stderr
 

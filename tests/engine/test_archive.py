@@ -37,11 +37,11 @@ RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 def talk(chat_model, tmp_path):
     """talk(turns, *options) chats in the session chat.kvs and returns the result. Replies have 12 tokens."""
 
-    def run(turns, *options, **how):
+    def run(turns, *options, **kwargs):
         defaults = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
         command = ["chat", *defaults, *options]
         typed = "".join(f"{turn}\n" for turn in turns)
-        return drop_cut_lines((kvtool if how else run_kvtool)(*command, stdin=typed, **how))
+        return drop_cut_lines((kvtool if kwargs else run_kvtool)(*command, stdin=typed, **kwargs))
 
     return run
 

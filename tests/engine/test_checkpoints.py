@@ -282,8 +282,8 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
         engine.read(random_tokens(700))
         assert max(each.part.n_bytes for each in engine.checkpoints) <= n_most
         assert len(engine.checkpoints) == 2
-    says = "--checkpoints must be at least"
-    with pytest.raises(UsageError, match=says), start_engine(path, "h2o", checkpoints=9):
+    message = "--checkpoints must be at least"
+    with pytest.raises(UsageError, match=message), start_engine(path, "h2o", checkpoints=9):
         pass
     with start_engine(path, "h2o", checkpoints=3 * n_most) as engine:
         for _ in range(20):

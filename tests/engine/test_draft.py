@@ -19,25 +19,25 @@ def decoded_logits(engine, tokens, rng=None):
     Without `rng`, tokens are decoded one by one. With `rng`, they are decoded in steps with partly wrong
     draft tokens.
     """
-    at = 0
-    while at < len(tokens):
+    begin = 0
+    while begin < len(tokens):
         n = engine.draft_room() if rng else 0
-        right = tokens[at + 1 : at + 1 + n]
+        right = tokens[begin + 1 : begin + 1 + n]
         if not len(right) or rng.random() < 0.2:
-            engine.step(tokens[at : at + 1])
+            engine.step(tokens[begin : begin + 1])
             yield engine.context.next_logits.copy()
-            at += 1
+            begin += 1
             continue
         drafts = right.copy()
         n_true = int(rng.integers(0, len(right) + 1))
         if n_true < len(right):
             drafts[n_true] = (drafts[n_true] + 1) % 256
-        engine.draft(np.concatenate([tokens[at : at + 1], drafts]))
+        engine.draft(np.concatenate([tokens[begin : begin + 1], drafts]))
         for i in range(n_true + 1):
             engine.context.sample_from(i)
             yield engine.context.next_logits.copy()
         engine.drop_drafts(len(right) - n_true)
-        at += 1 + n_true
+        begin += 1 + n_true
 
 
 def cells_of(engine):

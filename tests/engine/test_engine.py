@@ -78,8 +78,8 @@ def test_logits_below_the_budget_equal_llama_cpp_bit_for_bit(tiny_model, name, f
     tokens = random_tokens(280)
     batches = np.split(tokens, [60, 61, 62, 100, 164, 200, 256, 257])
     expected = plain_logits(path, 512, batches, flash=flash, type_k=type_k, type_v=type_v)
-    how = {"flash": flash, "type_k": type_k, "type_v": type_v, "over_budget": False}
-    with open_engine(path, policies.fit(name, 512), **how) as engine:
+    options = {"flash": flash, "type_k": type_k, "type_v": type_v, "over_budget": False}
+    with open_engine(path, policies.fit(name, 512), **options) as engine:
         assert engine.context.n_cell == 512
         assert stepped_logits(engine, batches).tobytes() == expected.tobytes()
 
@@ -578,17 +578,17 @@ def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
 @pytest.mark.parametrize("name", UNIFORM)
 def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, positions):
     rng = np.random.default_rng(5)
-    tokens, at, longest = random_tokens(600), 0, 0
+    tokens, begin, longest = random_tokens(600), 0, 0
     with open_engine(
         tiny_model(), policies.fit(name, 48, 8), positions=positions, over_budget=over_budget
     ) as engine:
-        while at < len(tokens):
+        while begin < len(tokens):
             engine.evict_if_due()
-            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
+            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - begin)
             before = engine.n_kv
-            engine.step(tokens[at : at + n])
+            engine.step(tokens[begin : begin + n])
             longest = max(longest, before + n)
-            at += n
+            begin += n
             assert engine.n_kv <= 48
             assert len(_saved(engine).pos) == engine.n_kv
         assert engine.n_past == 600
@@ -838,8 +838,8 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
     # with seed 2, this text has no near ties, which rounding to half precision could decide
     path, tokens = tiny_model(n_head_kv=n_head_kv), random_tokens(160, seed=2)
     policy = Merging(48, evict_every)
-    how = {"budget": 48, "slack": evict_every, "positions": positions}
-    run = partial(transformer.run, transformer.Llama(path), tokens, **how)
+    options = {"budget": 48, "slack": evict_every, "positions": positions}
+    run = partial(transformer.run, transformer.Llama(path), tokens, **options)
     expected = run(keep=keep_and_merge)
     without = run(keep=lambda *args, **kwargs: keep_and_merge(*args, **kwargs)[0])
     with open_engine(path, policy, positions=positions) as engine:

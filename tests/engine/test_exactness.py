@@ -44,9 +44,9 @@ def twin(name, policy, n_ctx=0):
     return partial(module.keep, **params), observe and partial(observe, **params)
 
 
-def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
+def reference(path, tokens, policy, name, has_values=True, exact=None, **kwargs):
     model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
-    policy = policy.for_model(model.n_head // model.n_head_kv, made)
+    policy = policy.for_model(model.n_head // model.n_head_kv, has_values)
     n_filled = policy.budget - policy.n_live
     keep, observe = twin(name, policy, model.n_ctx_train)
     return transformer.run(
@@ -56,7 +56,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         slack=policy.slack,
         # gaps are closed only between steps, so steps must be as long as the engine's steps
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
-        recalled=math.inf if policy.recall and made else n_filled,
+        recalled=math.inf if policy.recall and has_values else n_filled,
         n_synthetic=n_filled,
         exact=exact,
         keep=keep,
@@ -70,14 +70,26 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
 
 
 def score_errors(
-    path, tokens, policy, name, *, positions, model=None, made=True, restarts=None, n_block=None, **settings
+    path,
+    tokens,
+    policy,
+    name,
+    *,
+    positions,
+    model=None,
+    has_values=True,
+    restarts=None,
+    n_block=None,
+    **settings,
 ):
     """Return f64[n - 1]: the absolute error of each token's NLL. Assert that the engine evicts.
 
     model: the reference's model, if it is loaded already.
     restarts: True if gaps between positions must be closed, False if they must not, None to accept both.
     """
-    expected = reference(model or path, tokens, policy, name, made, positions=positions, n_block=n_block)
+    expected = reference(
+        model or path, tokens, policy, name, has_values, positions=positions, n_block=n_block
+    )
     with open_engine(path, policy, positions=positions, **settings) as engine:
         actual = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
@@ -199,8 +211,8 @@ def test_rows_that_share_a_budget_score_like_the_definition(
     path = tiny_model(n_head_kv=2, n_ctx_train=130)
     # with these lengths, the last step has its full length. After a shorter last step, only the reference
     # would evict
-    made = distinct_tokens if name in ("knorm", "scissorhands") else random_tokens
-    tokens = made(112 if positions == "original" else 200)
+    make_tokens = distinct_tokens if name in ("knorm", "scissorhands") else random_tokens
+    tokens = make_tokens(112 if positions == "original" else 200)
     policy = policies.fit(name, 40, evict_every, ["heads=adaptive", *options])
     rows_differ_like_the_definition(path, tokens, policy, name, positions)
 
@@ -209,55 +221,55 @@ def test_rows_that_share_a_budget_score_like_the_definition(
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "auto"])
 @pytest.mark.parametrize(
-    ("made", "options"),
+    ("has_values", "options"),
     [(True, []), (True, ["chunk=5"]), (False, []), (False, ["recalled=5", "chunk=4"])],
 )
 @pytest.mark.parametrize("rope", ["norm", "neox"])
 def test_recall_scores_like_the_definition(
-    monkeypatch, tiny_model, rope, positions, evict_every, made, options
+    monkeypatch, tiny_model, rope, positions, evict_every, has_values, options
 ):
     # all tokens differ, because distant copies of a token could tie: distances are limited to 65, half of the
     # context
     tokens = distinct_tokens(128 if positions == "original" else 250)
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
     policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
-    expected = reference(path, tokens, policy, "recall", made, positions=positions)
-    # with made=False, values are a part of the keys, as with MLA, so steps recall tokens instead of synthetic
+    expected = reference(path, tokens, policy, "recall", has_values, positions=positions)
+    # with has_values=False, values are a part of the keys, as with MLA: steps recall tokens, not synthetic
     # cells
-    monkeypatch.setattr(Layers, "has_values", made)
+    monkeypatch.setattr(Layers, "has_values", has_values)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         actual = perplexity.stream(engine, tokens)
         archive, n_recalled = engine.context.archive, engine.policy.recalled
         assert archive.n > 2 * n_recalled
-        recalled = None if made else archive.attended(len(engine.rows.live), n_recalled)[0]
+        recalled = None if has_values else archive.attended(len(engine.rows.live), n_recalled)[0]
     if has_gpu():
         # a GPU rounds differently, so another token may be chosen, and then all later scores differ
         assert np.median(np.abs(actual - expected.nll)) < TOLERANCE
         return
     assert np.abs(actual - expected.nll).max() < TOLERANCE
-    assert made or recalled.tolist() == [
+    assert has_values or recalled.tolist() == [
         row.recalled.tolist() for rows in expected.stream.rows for row in rows
     ]
 
 
 # only steps of few queries multiply keys in their stored format; steps of many queries (chunk=16) do not
 @pytest.mark.parametrize(
-    ("rope", "chunk", "made"),
+    ("rope", "chunk", "has_values"),
     [("norm", 1, True), ("neox", 16, True), ("norm", 4, False)],
 )
 def test_exact_attention_to_all_clusters_scores_like_the_definition(
-    monkeypatch, tiny_model, rope, chunk, made
+    monkeypatch, tiny_model, rope, chunk, has_values
 ):
     # Distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
     # Gaps between positions are closed inside some blocks
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), random_tokens(900)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
-    monkeypatch.setattr(Layers, "has_values", made)
-    how = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
-    errors = score_errors(path, tokens, policy, "recall", made=made, **how)
+    monkeypatch.setattr(Layers, "has_values", has_values)
+    options = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
+    errors = score_errors(path, tokens, policy, "recall", has_values=has_values, **options)
     # on a GPU, rounding may change which tokens are recalled, so only the median is compared. Keys are
     # rotated and rounded several times, so the tolerance is doubled
-    assert (errors.max() if made or not has_gpu() else np.median(errors)) < 2 * TOLERANCE
+    assert (errors.max() if has_values or not has_gpu() else np.median(errors)) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16)])
@@ -370,18 +382,18 @@ def test_long_steps_of_a_prompt_keep_the_tokens_of_the_definition(tiny_model, na
     policy = policies.fit(name, 96, 8)
     evict = {"keep": twin(name, policy)[0], "pinned": 0, "budget": policy.budget, "slack": policy.slack}
     stream = transformer.Stream(transformer.Llama(path), positions=positions)
-    at = 0
+    begin = 0
     with open_engine(path, policy, positions=positions) as engine:
-        while at < len(tokens):
+        while begin < len(tokens):
             if stream.n >= policy.budget:
                 stream.evict(**evict)
             engine.evict_if_due()
-            part = tokens[at : at + engine.room()]
+            part = tokens[begin : begin + engine.room()]
             expected = stream.decode(part)
             if stream.n > policy.budget:
                 stream.evict(**evict)
             engine.step(part, len(part))
             assert np.abs(engine.context.logits() - expected).max() < LOGIT_TOLERANCE
-            at += len(part)
+            begin += len(part)
             assert live_positions(engine) == positions_of(stream)
         assert engine.n_evicted > 200

@@ -48,10 +48,10 @@ def interrupt(monkeypatch, context, method, n=1):
 )
 def test_an_engine_continues_after_ctrl_c_as_if_it_had_been_stopped(tiny_model, monkeypatch, name, method):
     policy, tokens = policies.fit(name, POLICIES[name], 8), random_tokens(150)
-    how = {"n_batch": 16} if name == "bumblebee" else {"n_batch": 16, "prefill": "stream"}
+    options = {"n_batch": 16} if name == "bumblebee" else {"n_batch": 16, "prefill": "stream"}
     with (
-        open_engine(tiny_model(), policy, **how) as engine,
-        open_engine(tiny_model(), policy, **how) as other,
+        open_engine(tiny_model(), policy, **options) as engine,
+        open_engine(tiny_model(), policy, **options) as other,
     ):
         for each in (engine, other):
             each.read(tokens[:20])

@@ -85,9 +85,9 @@ def run_streams(model, policy, tokens, n_generated, *, make_batcher=one_by_one, 
                     lock.release()
                     barrier.wait(TIMEOUT_S)
                     lock.acquire()
-                    for at in range(n_read, len(tokens[i])):
+                    for i_token in range(n_read, len(tokens[i])):
                         batcher.step(engine, 0)
-                        engine.step(tokens[i][at : at + 1])
+                        engine.step(tokens[i][i_token : i_token + 1])
                         logits[i].append(engine.context.next_logits.copy())
             except BaseException as error:
                 errors.append(error)
@@ -139,8 +139,8 @@ def same_together(
     rounds: True if rounding may change which tokens stay. Only the first logits are then compared.
     """
     policy = policies.fit(name, 300 if name == "full" else budget, None, [*options])
-    made = partial(distinct_tokens, n_vocab=400) if name == "knorm" else random_tokens
-    tokens = [made(n + 10 * i, seed=i) for i in range(len(n_generated))]
+    make_tokens = partial(distinct_tokens, n_vocab=400) if name == "knorm" else random_tokens
+    tokens = [make_tokens(n + 10 * i, seed=i) for i in range(len(n_generated))]
     batchers = []
 
     def several(lock):
@@ -151,7 +151,7 @@ def same_together(
         alone = run_streams(model, policy, tokens, n_generated, **settings)
         together = run_streams(model, policy, tokens, n_generated, make_batcher=several, **settings)
     n_longest = sorted(n_generated)[-2]
-    assert batchers[0].sizes == [sum(n > at for n in n_generated) for at in range(n_longest)]
+    assert batchers[0].sizes == [sum(n > i_step for n in n_generated) for i_step in range(n_longest)]
     for one, other in zip(alone, together, strict=True):
         errors = np.abs(one.logits - other.logits)
         if rounds:
@@ -263,8 +263,8 @@ def test_joint_step_decodes_nothing_if_one_stream_has_no_room(start_engine):
         engine.read(tokens[:100])
     # fill the cache of `other` until llama.cpp has no cell left
     filler, n_ctx = np.full(32, 5, np.int32), other.context.n_ctx
-    for at in range(100, n_ctx, 32):
-        other.context.decode(filler[: n_ctx - at], at, 1)
+    for begin in range(100, n_ctx, 32):
+        other.context.decode(filler[: n_ctx - begin], begin, 1)
     with closing(JointContext(one.context, 2, 4)) as joint:
         parts = [Part(one.context, tokens[:1], 100, 1), Part(other.context, tokens[:1], n_ctx, 1)]
         with pytest.raises(LibraryError, match="2 chats at once"):

@@ -45,16 +45,16 @@ def client(path):
         for engine in engines:
             engine.read(tokens[:N_READ])
         joint = stack.enter_context(closing(JointContext(members[0], 2, 4)))
-        for at in range(N_READ, N_MAX):
-            token = tokens[at : at + 1]
-            alone.decode(token, at, 1)
-            process.fail_new(at - N_READ + 1)
+        for n_past in range(N_READ, N_MAX):
+            token = tokens[n_past : n_past + 1]
+            alone.decode(token, n_past, 1)
+            process.fail_new(n_past - N_READ + 1)
             try:
-                joint.decode([Part(context, token, at, 1) for context in members])
+                joint.decode([Part(context, token, n_past, 1) for context in members])
             except LibraryError:
                 n_failed += 1
                 for context in members:
-                    context.decode(token, at, 1)
+                    context.decode(token, n_past, 1)
             finally:
                 process.fail_new(0)
             errors += [float(np.abs(context.logits() - alone.logits()).max()) for context in members]

@@ -98,18 +98,21 @@ def test_other_policies_score_like_the_definition(path, model, name, options):
         pytest.skip("refused")
     tokens = distinct_tokens(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
-    made = not path.stem.startswith("deepseek")
+    has_values = not path.stem.startswith("deepseek")
     # the distance of archived tokens is limited to half of the context. If tokens are clustered, the limit
     # applies to whole blocks of 256 tokens
     n_block = 256 if name == "recall" and not options else None
-    how = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
-    assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE
+    settings = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
+    assert (
+        score_errors(path, tokens, policy, name, has_values=has_values, model=model, **settings).max()
+        < TOLERANCE
+    )
 
 
 def test_ragged_rows_with_flash_attention_nearly_match_the_definition(path, model):
     policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
-    how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
-    errors = score_errors(path, distinct_tokens(160), policy, "corm", model=model, **how)
+    options = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
+    errors = score_errors(path, distinct_tokens(160), policy, "corm", model=model, **options)
     # only the median is compared: near a tie, a row may keep another token, which changes all later scores
     assert np.median(errors) < 0.02
 
@@ -119,14 +122,16 @@ def test_ragged_rows_with_flash_attention_nearly_match_the_definition(path, mode
 def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, model, name):
     if name == "weightedkv" and path.stem.startswith("deepseek"):
         pytest.skip("refused")
-    policy, how = policies.fit(name, 48, 16), {"positions": "auto", "restarts": True}
-    assert score_errors(path, distinct_tokens(160), policy, name, model=model, **how).max() < TOLERANCE
+    policy, options = policies.fit(name, 48, 16), {"positions": "auto", "restarts": True}
+    assert score_errors(path, distinct_tokens(160), policy, name, model=model, **options).max() < TOLERANCE
 
 
 def test_rotation_of_quantized_keys_adds_little_error(path, model):
-    policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
+    policy, options = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
-    errors = score_errors(path, random_tokens(300), policy, "streamingllm", model=model, **how, **quantized)
+    errors = score_errors(
+        path, random_tokens(300), policy, "streamingllm", model=model, **options, **quantized
+    )
     # the rotation that closes gaps, at 130, adds little to the error of q8_0
     assert 1e-3 < np.median(errors[130:]) < 3 * np.median(errors[:130])
 

@@ -37,9 +37,9 @@ class Nothing(Lookup):
 def open_writer(path, policy="full", *, drafts=True):
     """Open a greedy writer. With `drafts`, all its draft tokens come from MTP layers."""
     options = {"full": (500,), "recall": (64, 16, ["search=all"])}.get(policy, (64, 16))
-    how = {"n_draft": N_DRAFT * drafts, "n_output": 1, "archive_type": "f32", "checkpoints": MEMORY}
+    settings = {"n_draft": N_DRAFT * drafts, "n_output": 1, "archive_type": "f32", "checkpoints": MEMORY}
     with (
-        open_engine(path, policies.fit(policy, *options), mtp=drafts, **how) as engine,
+        open_engine(path, policies.fit(policy, *options), mtp=drafts, **settings) as engine,
         closing(Sampler(engine.model, Sampling(temp=0))) as sampler,
     ):
         if not drafts:
@@ -105,22 +105,22 @@ def drafts_by_definition(path, tokens, positions):
     All tokens of the stream except for the last are read one by one.
     positions: positions of the tokens whose hidden states the MTP layer reads.
     """
-    how = {"n_output": 1, "mtp": True}
+    options = {"n_output": 1, "mtp": True}
     with (
-        open_engine(path, policies.fit("full", 500), **how) as engine,
+        open_engine(path, policies.fit("full", 500), **options) as engine,
         closing(mtp.MtpContext(engine.context, 512, 1, 1)) as layer,
     ):
         output_hidden(engine.context, every=True)
         hidden = np.empty((len(tokens) - 1, 1, 128), np.float32)
-        for at in range(len(hidden)):
-            engine.step(tokens[at : at + 1])
-            read_hidden(engine.context, 0, hidden[at])
-        for at, pos in enumerate(positions):
-            layer.step(tokens[pos + 1], hidden[pos], at)
+        for i in range(len(hidden)):
+            engine.step(tokens[i : i + 1])
+            read_hidden(engine.context, 0, hidden[i])
+        for i, pos in enumerate(positions):
+            layer.step(tokens[pos + 1], hidden[pos], i)
         drafts = []
-        for at in range(len(positions), len(positions) + N_DRAFT):
+        for i in range(len(positions), len(positions) + N_DRAFT):
             drafts.append(int(layer.next_logits.argmax()))
-            layer.step(drafts[-1], layer.hidden.copy(), at)
+            layer.step(drafts[-1], layer.hidden.copy(), i)
         return drafts
 
 

@@ -64,8 +64,8 @@ def test_stream_can_be_reset_saved_and_rewound(path):
 @pytest.mark.parametrize("settings", [{}, {"n_draft": 3}])
 def test_other_policies_and_draft_tokens_are_refused(path, settings):
     policy = full() if settings else policies.fit("h2o", 64)
-    says = "cannot drop draft tokens" if settings else f"only with --policy full: {REASON}"
-    with pytest.raises(UsageError, match=says), open_engine(path, policy, **settings):
+    message = "cannot drop draft tokens" if settings else f"only with --policy full: {REASON}"
+    with pytest.raises(UsageError, match=message), open_engine(path, policy, **settings):
         pass
 
 

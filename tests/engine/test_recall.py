@@ -385,13 +385,13 @@ def test_the_smallest_budget_has_room_for_held_tokens(tiny_model):
 @pytest.mark.parametrize("positions", ["original", "auto"])
 def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, positions):
     rng = np.random.default_rng(5)
-    policy, tokens, at = fit(48, 8), random_tokens(600), 0
+    policy, tokens, begin = fit(48, 8), random_tokens(600), 0
     with open_engine(tiny_model(n_ctx_train=1024), policy, positions=positions) as engine:
-        while at < len(tokens):
+        while begin < len(tokens):
             engine.evict_if_due()
-            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
-            engine.step(tokens[at : at + n])
-            at += n
+            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - begin)
+            engine.step(tokens[begin : begin + n])
+            begin += n
             n_synthetic = engine.policy.recalled if engine.n_archived else 0
             assert engine.n_kv + n_synthetic <= 48
             # llama.cpp's table also has n_synthetic synthetic cells for each token of the step
@@ -600,8 +600,8 @@ def test_cells_for_recalled_tokens_hold_no_live_tokens(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         context, n = engine.context, engine.policy.n_live
         end = n - 20
-        for at in range(0, end, 16):
-            context.decode(random_tokens(min(16, end - at)), at, 0)
+        for begin in range(0, end, 16):
+            context.decode(random_tokens(min(16, end - begin)), begin, 0)
         with pytest.raises(LibraryError, match="cannot decode"):
             context.decode(random_tokens(21), end, 0)
         context.decode(random_tokens(20), end, 0)
@@ -640,7 +640,7 @@ def test_archive_can_be_restored_without_its_table(tiny_model):
             ([0, 10], "got 10"),
         ):
             with pytest.raises(LibraryError, match=what):
-                check(set_layer(handle, 1, [(at, data) for at in parts], 0, 9))
+                check(set_layer(handle, 1, [(block, data) for block in parts], 0, 9))
 
 
 @pytest.fixture

@@ -43,16 +43,16 @@ def model_of(tiny_model, n_head_kv=2):
     return tiny_model(n_layer=N_LAYER, n_head_kv=n_head_kv, n_ctx_train=130)
 
 
-def start_engine(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    policy = policies.fit("recall", 48, 16, [how])
+def start_engine(path, search, archive_type, flash, kind, n_gpu_layers, **more):
+    policy = policies.fit("recall", 48, 16, [search])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     return open_engine(path, policy, n_gpu_layers, archive=N_ARCHIVE, **settings, **more)
 
 
-def run(path, *how, **more):
-    """Return (results of a stream, its state after the first N_FIRST tokens). `how`: see start_engine."""
+def run(path, *arguments, **more):
+    """Return (results of a stream, its state after N_FIRST tokens). See start_engine for `arguments`."""
     tokens, results = random_tokens(N_FIRST + N_LATER), {}
-    with start_engine(path, *how, **more) as engine:
+    with start_engine(path, *arguments, **more) as engine:
         archive = engine.context.archive
         first = perplexity.stream(engine, tokens[:N_FIRST])
         state = {name: array.copy() for name, array in engine.save()}
@@ -67,9 +67,9 @@ def run(path, *how, **more):
     return results, state
 
 
-def goes_on(path, state, *how):
+def goes_on(path, state, *arguments):
     """Return the NLL of the tokens after N_FIRST, from a state that `run` returned."""
-    with start_engine(path, *how) as engine:
+    with start_engine(path, *arguments) as engine:
         engine.restore(state)
         return perplexity.stream(engine, random_tokens(N_FIRST + N_LATER)[N_FIRST:]).tolist()
 
@@ -163,8 +163,8 @@ def remote(request, tiny_model, tmp_path_factory):
 @pytest.fixture(params=range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
 def both(request, remote, path):
     """Return (results of the client that uses the server, results in this process)."""
-    *how, _ = RUNS[request.param]
-    return remote["results"][request.param], run(path, *how, 0)[0]
+    *options, _ = RUNS[request.param]
+    return remote["results"][request.param], run(path, *options, 0)[0]
 
 
 def test_recall_over_rpc_gives_the_local_results(both):

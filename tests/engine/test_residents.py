@@ -292,17 +292,17 @@ def test_drafts_with_residents_give_the_logits_of_single_tokens(tiny_model, arch
     settings = HALF | {"prefill": "exact", "resident": ALL, "n_draft": 4}
     with open_engine(path, fit(), **settings) as engine:
         engine.read(tokens[:N_PROMPT])
-        at = N_PROMPT
-        while at < len(tokens) - 5:
+        n_past = N_PROMPT
+        while n_past < len(tokens) - 5:
             n = min(engine.draft_room(), 4)
             # the last draft token is wrong, so it is dropped
-            step = np.append(tokens[at : at + n], 3) if n else tokens[at : at + 1]
+            step = np.append(tokens[n_past : n_past + n], 3) if n else tokens[n_past : n_past + 1]
             engine.draft(step)
             n_right = max(n, 1)
             logits = engine.context.logits()[:n_right]
-            assert np.abs(logits - expected[at - N_PROMPT : at - N_PROMPT + n_right]).max() < ROUGH
+            assert np.abs(logits - expected[n_past - N_PROMPT : n_past - N_PROMPT + n_right]).max() < ROUGH
             engine.drop_drafts(len(step) - n_right)
-            at += n_right
+            n_past += n_right
         assert engine.residents.n_repeated
 
 

@@ -94,8 +94,8 @@ def signals(path, n_gpu_layers=None):
         return [context.history(Signal.RECENT, 512).tolist(), context.read(Signal.IMPORTANT, 512).tolist()]
 
     tokens = random_tokens(330)
-    for at in range(0, 320, 64):
-        context.decode(tokens[at : at + 64], at, 1)
+    for begin in range(0, 320, 64):
+        context.decode(tokens[begin : begin + 64], begin, 1)
     reads = [read()]
     # keep so few tokens that llama.cpp's attention covers only a part of the cells
     context.apply(np.empty((0, 4), np.int32), 40, 280)

@@ -204,19 +204,19 @@ def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("at", "value"),
+    ("index", "value"),
     [(0, 7), (0, -256), (1, 10**12), (1, 2**62), (1, 0), (1, 256 * 40), (None, 1)],
 )
-def test_invalid_clusters_and_centers_are_refused(tiny_model, at, value):
+def test_invalid_clusters_and_centers_are_refused(tiny_model, index, value):
     path = tiny_model(**MODEL)
     with start_engine(path) as engine:
         engine.read(random_tokens(1650))
         saved = in_memory(engine)
         spoiled = saved[CLUSTERS].copy()
-        if at is None:
+        if index is None:
             spoiled = spoiled[:, :4]
         else:
-            spoiled[-1, at] = value
+            spoiled[-1, index] = value
         for wrong in (
             {CLUSTERS: spoiled},
             {CLUSTERS: saved[CLUSTERS].astype(np.float64)},

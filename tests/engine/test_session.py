@@ -91,13 +91,13 @@ def test_one_flipped_bit_spoils_at_most_two_messages(tmp_path):
     messages = [{"role": roles[i % 2], "content": f'Turn {i}: "Jo*\n\u00e9"'} for i in range(6)]
     session.write(path, {"id": "1", "messages": messages, "n": 6}, [("tokens", np.arange(9, dtype=np.int32))])
     whole = path.read_bytes()
-    for at in range(len("kvtool session "), whole.index(b"\ntokens ") + 1):
+    for offset in range(len("kvtool session "), whole.index(b"\ntokens ") + 1):
         for bit in range(8):
             damaged = bytearray(whole)
-            damaged[at] ^= 1 << bit
+            damaged[offset] ^= 1 << bit
             path.write_bytes(damaged)
             read = session.readable_messages(path)
-            assert sum(message in read for message in messages) >= 4, (at, bit)
+            assert sum(message in read for message in messages) >= 4, (offset, bit)
             assert len(read) <= 6
     path.write_bytes(whole.replace(b"kvtool session", b"another format"))
     assert session.readable_messages(path) == []
@@ -111,14 +111,14 @@ def test_damaged_and_truncated_files_are_refused(tmp_path):
     assert meta == {"messages": ["kept"]}
     np.testing.assert_array_equal(arrays["a"], np.arange(90).reshape(9, 10))
     first_of_rest = whole.index(b"\n", whole.index(b"\n") + 1) + 1
-    for at in range(len(whole)):
+    for offset in range(len(whole)):
         damaged = bytearray(whole)
-        damaged[at] ^= 1
+        damaged[offset] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(SessionError):
             session.read(path)
         # damage after the chat's text leaves the text readable
-        if at >= first_of_rest:
+        if offset >= first_of_rest:
             assert session.read_meta(path) == {"messages": ["kept"]}
     for n in range(len(whole)):
         path.write_bytes(whole[:n])
@@ -164,16 +164,16 @@ def test_invalid_counters_and_positions_are_refused(tiny_model, arch):
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.read(tokens)
         saved = {name: array.copy() for name, array in engine.save()}
-    wrong = [("engine", at, value) for at in range(9) for value in (-1, 2**40)]
+    wrong = [("engine", index, value) for index in range(9) for value in (-1, 2**40)]
     # n_past, n_restart and n_evicted may be any large number
     wrong = [each for each in wrong if each[1:] not in ((4, 2**40), (8, 2**40), (0, 2**40))]
     wrong += [("pos", (1, 5), 60), ("pos", (1, 5), -1), ("rot", (0, 3), 256), ("rot", (0, 3), -2)]
     wrong += [("live", 1, 5), ("live", 0, 2**20)]
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.read(tokens[:20])
-        for name, at, value in wrong:
+        for name, index, value in wrong:
             array = saved[name].copy()
-            array[at] = value
+            array[index] = value
             with pytest.raises(SessionError, match="does not fit"):
                 engine.restore(saved | {name: array})
             assert engine.n_past == 20

@@ -60,7 +60,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
     """
     model = models.load(path)
     stream = transformer.Stream(model, positions="in-cache", t=policy.t, future=future_of(policy))
-    tokens, at, since, expected = random_tokens(sum(sizes)), 0, 0, []
+    tokens, begin, since, expected = random_tokens(sum(sizes)), 0, 0, []
     with open_engine(path, policy, positions="in-cache", over_budget=False, **settings) as engine:
         for size in sizes:
             n_view = len(policy.views)
@@ -80,10 +80,10 @@ def run(path, policy, sizes, *, restores=False, **settings):
                 for row, pos, live in zip(rows, engine.rows.pos, engine.rows.live, strict=True):
                     row.keep(sorted(pos[:live].tolist()))
                 stream._close_gaps(stream.counter)
-            part = tokens[at : at + n]
+            part = tokens[begin : begin + n]
             engine.step(part)
             stream.decode(part)
-            at += n
+            begin += n
             if restores:
                 saved = {name: array.copy() for name, array in engine.save()}
                 engine.reset()

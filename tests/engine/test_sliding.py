@@ -58,8 +58,10 @@ def test_evictions_score_like_the_definition(gemma3, name, positions, evict_ever
     # at position 130, gaps are closed, which also rotates the keys of the sliding layers
     path = gemma3(n_ctx_train=130)
     tokens = random_tokens(120 if positions == "original" else 400)
-    how = {"positions": positions, "restarts": positions != "original"}
-    assert_scored_alike(score_errors(path, tokens, policies.fit(name, 48, evict_every), name, **how), name)
+    options = {"positions": positions, "restarts": positions != "original"}
+    assert_scored_alike(
+        score_errors(path, tokens, policies.fit(name, 48, evict_every), name, **options), name
+    )
 
 
 @pytest.mark.parametrize("positions", ["original", "auto"])
@@ -73,8 +75,8 @@ def test_window_longer_than_the_budget_scores_like_the_definition(tiny_model, po
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "q8_0"])
 def test_rotation_of_keys_in_other_types_adds_little_error(tiny_model, type_k):
     path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), random_tokens(300)
-    policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
-    errors = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
+    policy, options = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
+    errors = score_errors(path, tokens, policy, "streamingllm", **options, type_k=type_k)
     # Stored keys are rounded to type_k. When gaps are closed (after 130 tokens), keys are rotated and rounded
     # again, which may increase the error only a little
     assert np.median(errors[130:]) < 3 * np.median(errors[:130])
@@ -109,7 +111,7 @@ def test_the_real_gemma_gives_the_logits_of_llama_cpp():
 
 @pytest.mark.parametrize("n_batch", [64, 256])
 def test_cache_bytes_are_those_of_full_and_sliding_layers(tiny_model, n_batch):
-    path, how = tiny_model(arch="gemma3", window=300), {"n_batch": n_batch, "n_output": 1}
-    with open_engine(path, policies.fit("streamingllm", 200, 16), over_budget=False, **how) as engine:
+    path, options = tiny_model(arch="gemma3", window=300), {"n_batch": n_batch, "n_output": 1}
+    with open_engine(path, policies.fit("streamingllm", 200, 16), over_budget=False, **options) as engine:
         layers, kinds = engine.model.layers, ("f32", "f32")
         assert engine.cache_bytes == 256 * layers.cell_bytes(*kinds) + layers.swa_bytes(n_batch, *kinds)

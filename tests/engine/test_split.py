@@ -87,13 +87,13 @@ def change(path, name, value):
     """Overwrite the low two bytes of the number that follows `name` in the header."""
     with path.open("r+b") as file:
         data = file.read()
-        at = data.index(name.encode()) + len(name) + 4
-        file.seek(at)
+        offset = data.index(name.encode()) + len(name) + 4
+        file.seek(offset)
         file.write(value.to_bytes(2, "little"))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
         (
             lambda first, second, third: second.unlink(),
@@ -125,12 +125,12 @@ def change(path, name, value):
         ),
     ],
 )
-def test_inconsistent_parts_are_refused_with_one_line(parts, spoil, says):
+def test_inconsistent_parts_are_refused_with_one_line(parts, spoil, message):
     spoil(*parts)
     path = parts[0] if parts[0].exists() else parts[0].with_name("chat.gguf")
     with pytest.raises(ModelError) as error:
         read(path)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -75,7 +75,7 @@ class Fuzz:
     def forget(self):
         self.live = np.zeros(N_ROW, np.int64)
         self.n_used, self.next, self.any_pos = 0, 0, True
-        self.n_asked = 0
+        self.n_queries = 0
         self.watches = True
 
     @property
@@ -299,7 +299,7 @@ class Fuzz:
         n_last = self.one_of(1, 1, 2, 0, -1, self.n_query, self.n_query + 1 if self.n_query < LARGEST else -2)
         pos = self.one_of(self.next, self.next, 0, LARGEST, -1)
         ok = n_row == N_ROW and 0 < n_cell <= most and n_head >= N_GROUP and bool(self.n_future)
-        ok = ok and 0 < n_last <= min(self.n_query, self.n_asked) and pos >= 0
+        ok = ok and 0 < n_last <= min(self.n_query, self.n_queries) and pos >= 0
         mean, variance = (np.empty((N_ROW, max(n_head, 0), max(n_cell, 0)), np.float32) for _ in range(2))
         pointers = mean.ctypes.data, variance.ctypes.data
         shape = n_row, n_head, n_cell
@@ -317,7 +317,7 @@ class Fuzz:
         values, pos = np.empty((self.n_query, n), np.float32), np.empty(self.n_query, np.int32)
         pointers = values.ctypes.data, pos.ctypes.data
         check(lib.llama_kvtool_get_queries(self.pointer, *pointers))
-        assert (pos >= 0).sum() == min(self.n_asked, self.n_query)
+        assert (pos >= 0).sum() == min(self.n_queries, self.n_query)
         check(lib.llama_kvtool_set_queries(self.pointer, *pointers))
         second_values, second_pos = np.empty_like(values), np.empty_like(pos)
         check(lib.llama_kvtool_get_queries(self.pointer, second_values.ctypes.data, second_pos.ctypes.data))
@@ -362,7 +362,7 @@ class Fuzz:
         if not ok:
             return
         self.next, self.any_pos = pos + n, False
-        self.n_asked += n * self.watches
+        self.n_queries += n * self.watches
         self.n_used += n
         self.live += n
         if self.ragged:
@@ -379,9 +379,12 @@ class Fuzz:
         pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
 
         n_move = int(rng.choice([0, 1, 5, 40, 200]))
-        at = rng.permutation(N_ROW * min(self.cells))[:n_move]
-        row, dst = np.divmod(at, min(self.cells))
-        src, delta = rng.integers(0, min(self.cells), len(at)), rng.choice([0, 0, 5, -9, 1000], len(at))
+        i_cells = rng.permutation(N_ROW * min(self.cells))[:n_move]
+        row, dst = np.divmod(i_cells, min(self.cells))
+        src, delta = (
+            rng.integers(0, min(self.cells), len(i_cells)),
+            rng.choice([0, 0, 5, -9, 1000], len(i_cells)),
+        )
         moves = np.stack([row, dst, src, delta], axis=1).astype(np.int64)
         terms = []
         for index in rng.permutation(N_ROW * min(self.cells))[: int(rng.choice([0, 0, 1, 6, 30]))]:
@@ -441,7 +444,7 @@ class Fuzz:
         assert before is None or self.context.state() == before, "a refused edit has changed the cache"
         if ok:
             self.n_used, self.next = n_keep, pos_0 + n_keep
-            self.n_asked *= n_keep > 0
+            self.n_queries *= n_keep > 0
             # if all kept cells are hidden, the next token may have any position
             self.any_pos = n_hidden == n_keep
             if self.any_pos:

@@ -103,8 +103,8 @@ class Wire:
         Ignore errors: the server may have hung up.
         """
         with suppress(OSError):
-            for at in range(0, len(data), step or max(len(data), 1)):
-                self._socket.sendall(data[at : at + step] if step else data)
+            for offset in range(0, len(data), step or max(len(data), 1)):
+                self._socket.sendall(data[offset : offset + step] if step else data)
                 if pause_s:
                     time.sleep(pause_s)
 
@@ -210,11 +210,11 @@ class Fuzz:
         path, body = self.bodies.any()
         return path, body if isinstance(body, bytes) else self.bodies.text(body)
 
-    def ask(self, sent, data, allowed=PROPER, *, ends=False, method="POST", **how):
+    def ask(self, sent, data, allowed=PROPER, *, ends=False, method="POST", **options):
         sent.append(data)
         start = time.monotonic()
         with Wire(self.url) as wire:
-            wire.send(data, **how)
+            wire.send(data, **options)
             if ends:
                 wire.end()
             # on a busy machine, this client may be so slow that the server closes the connection
@@ -240,15 +240,15 @@ class Fuzz:
         path, body = self.random_request()
         data = bytearray(body[:20_000])
         for _ in range(self.rng.randint(1, 8)):
-            at = self.rng.randint(0, len(data))
+            offset = self.rng.randint(0, len(data))
             kind = self.rng.randrange(3)
             if kind == 0:
-                data[at : at + 1] = bytes([self.rng.randrange(256)])
+                data[offset : offset + 1] = bytes([self.rng.randrange(256)])
             elif kind == 1:
-                del data[at : at + self.rng.randint(1, 20)]
+                del data[offset : offset + self.rng.randint(1, 20)]
             else:
                 parts = [b"\xff", b"\0", b"\xed\xa0\x80", b'"', b"{", b"]", b"\\ud800", b"1e999"]
-                data[at:at] = self.rng.choice(parts)
+                data[offset:offset] = self.rng.choice(parts)
         return self.ask(sent, request(path, bytes(data)))
 
     def lengths(self, sent):
@@ -266,11 +266,11 @@ class Fuzz:
         """Send a body in chunks, which may be cut or malformed."""
         path, body = self.random_request()
         data = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-        at = 0
-        while at < len(body):
-            part = body[at : at + self.rng.choice([1, 10, 1000, 100_000])][: max(len(body) // 50, 10)]
+        offset = 0
+        while offset < len(body):
+            part = body[offset : offset + self.rng.choice([1, 10, 1000, 100_000])][: max(len(body) // 50, 10)]
             data += b"%x\r\n%s\r\n" % (len(part), part)
-            at += len(part)
+            offset += len(part)
         kind = self.rng.randrange(4)
         if kind == 0:
             return self.ask(sent, data + b"0\r\n\r\n")

@@ -45,7 +45,7 @@ def test_library_without_the_patch_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "how"),
+    ("error", "repair"),
     [
         (RuntimeError("libllama.so: file too short"), bindings.build_command()),
         (RuntimeError("libcuda.so.1: cannot open"), "install NVIDIA's driver, or: kvtool build --cpu"),
@@ -53,9 +53,9 @@ def test_library_without_the_patch_is_refused(monkeypatch):
         (ImportError("no such symbol"), bindings.build_command()),
     ],
 )
-def test_broken_kvtool_llama_is_an_error(monkeypatch, error, how):
+def test_broken_kvtool_llama_is_an_error(monkeypatch, error, repair):
     packages(monkeypatch, kvtool_llama=error)
-    with pytest.raises(LibraryError, match=re.escape(f"({error}); repair it with: {how}")):
+    with pytest.raises(LibraryError, match=re.escape(f"({error}); repair it with: {repair}")):
         bindings._load()
 
 

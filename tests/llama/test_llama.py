@@ -57,8 +57,8 @@ def tokens(n, seed=0):
 
 def fill(context, n, pos_0=0, seed=0):
     text = tokens(n, seed)
-    for at in range(0, n, context.n_batch):
-        context.decode(text[at : at + context.n_batch], pos_0 + at, 1)
+    for begin in range(0, n, context.n_batch):
+        context.decode(text[begin : begin + context.n_batch], pos_0 + begin, 1)
 
 
 def look(context):
@@ -357,18 +357,18 @@ AT_THE_EDGE = 0.02
 def test_attention_sums_to_one_per_query_and_head(tiny_model, n_head_kv, flash, batches):
     path = tiny_model(**(SHAPE | {"n_head_kv": n_head_kv}))
     with start_context(path, n_cell=512, signals=BOTH, flash=flash) as context:
-        at, text = 0, tokens(sum(batches))
+        begin, text = 0, tokens(sum(batches))
         for n in batches:  # with [64] * 6, attention has to cover more than 256 cells
-            context.decode(text[at : at + n], at, 1)
-            at += n
+            context.decode(text[begin : begin + n], begin, 1)
+            begin += n
         attn, last = context.read(Signal.ATTENTION, 512), context.read(Signal.LAST, 512)
     group = 4 // n_head_kv
     assert attn.shape == (2 * n_head_kv, 512)
-    assert np.abs(attn.sum(axis=1) / (group * at) - 1).max() < 1e-4
+    assert np.abs(attn.sum(axis=1) / (group * begin) - 1).max() < 1e-4
     assert np.abs(last.sum(axis=1) / group - 1).max() < 1e-4
-    assert (attn[:, at:] == 0).all()
-    assert (last[:, at:] == 0).all()
-    assert (attn[:, :at] > 0).all()
+    assert (attn[:, begin:] == 0).all()
+    assert (last[:, begin:] == 0).all()
+    assert (attn[:, :begin] > 0).all()
 
 
 @pytest.mark.parametrize("rope", ["norm", "neox"])
@@ -508,10 +508,10 @@ def last_queries(context, n_query, n):
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_recent_attention_is_stored_per_query(tiny_model, batches, flash):
     with start_context(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=9, flash=flash) as context:
-        at = 0
+        begin = 0
         for n in batches:
-            context.decode(tokens(40)[at : at + n], at, 1)
-            at += n
+            context.decode(tokens(40)[begin : begin + n], begin, 1)
+            begin += n
         history = context.history(Signal.RECENT, 40)
         expected = last_queries(context, 9, 40)
         tolerance = TOLERANCE if flash == "off" else 2e-2

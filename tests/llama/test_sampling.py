@@ -54,7 +54,7 @@ def logits_of(engine, **values):
     return logits
 
 
-def drawn(engine, sampler, logits, n):
+def draw_tokens(engine, sampler, logits, n):
     """Return n tokens that are sampled from the same logits."""
     tokens = []
     for _ in range(n):
@@ -66,7 +66,7 @@ def drawn(engine, sampler, logits, n):
 def many(engine, logits, n=400, **settings):
     """Return the set of tokens in n draws at temperature 1."""
     sampler = Sampler(engine.model, Sampling(temp=1, **settings), seed=1)
-    tokens = set(drawn(engine, sampler, logits, n))
+    tokens = set(draw_tokens(engine, sampler, logits, n))
     sampler.close()
     return tokens
 
@@ -91,7 +91,7 @@ def test_penalties_match_the_definition(engine, settings):
     sampling = Sampling(**settings)
     sampler = Sampler(engine.model, sampling)
     tokens = []
-    for token in drawn(engine, sampler, base, 150):
+    for token in draw_tokens(engine, sampler, base, 150):
         logits = base.astype(np.float64)
         recent = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
         for past in set(recent):
@@ -117,9 +117,9 @@ def test_dry_matches_the_definition(engine, allowed):
             longest = max(
                 (
                     n
-                    for at in range(1, len(history))
-                    for n in range(1, at + 1)
-                    if history[at] == each and history[at - n : at] == history[len(history) - n :]
+                    for i in range(1, len(history))
+                    for n in range(1, i + 1)
+                    if history[i] == each and history[i - n : i] == history[len(history) - n :]
                 ),
                 default=0,
             )
@@ -128,7 +128,7 @@ def test_dry_matches_the_definition(engine, allowed):
         sampler.recent.clear()
         sampler.recent.extend(history)
         sampler.start(0)
-        assert drawn(engine, sampler, base, 1) == [logits.argmax()]
+        assert draw_tokens(engine, sampler, base, 1) == [logits.argmax()]
         n_changed += logits.argmax() != base.argmax()
     sampler.close()
     assert n_changed > 5
@@ -142,7 +142,7 @@ def test_dry_sequences_end_at_a_breaker(engine):
         # DRY penalizes a token that would lengthen a repetition. The text has a:b twice, and c follows the
         # first a:b, so c is penalized. With the breaker, a repetition cannot contain a colon. Then only b is
         # repeated, which is too short for a penalty
-        assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
+        assert draw_tokens(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
 
@@ -151,7 +151,7 @@ def test_logit_bias_is_added_and_can_ban_tokens(engine):
     for bias, expected in ((((B, 1.5),), B), (((A, -math.inf), (B, -1.5)), C)):
         for settings in ({}, {"mirostat": 2}):
             sampler = Sampler(engine.model, Sampling(logit_bias=bias, **settings))
-            assert drawn(engine, sampler, logits, 1) == [expected]
+            assert draw_tokens(engine, sampler, logits, 1) == [expected]
             sampler.close()
     assert many(engine, logits, logit_bias=((A, -math.inf),)) == {B, C}
     with pytest.raises(UsageError, match=r"token 320 is not in the vocabulary, which is 0\.\.319"):
@@ -191,7 +191,7 @@ def test_mirostat_reaches_its_target_and_ignores_other_samplers(engine, version)
     for target in (2.0, 3.0, 4.0):
         sampling = Sampling(temp=1, top_k=1, presence_penalty=1000, mirostat=version, mirostat_ent=target)
         sampler = Sampler(engine.model, sampling, seed=2)
-        tokens = drawn(engine, sampler, logits, 1200)[200:]
+        tokens = draw_tokens(engine, sampler, logits, 1200)[200:]
         sampler.close()
         means.append(bits[tokens].mean())
     assert means == sorted(means)
@@ -235,10 +235,10 @@ def test_sampler_draws_like_a_llama_cpp_chain(engine, settings):
 def test_changed_settings_keep_recent_tokens_and_seed(engine):
     logits = logits_of(engine, a=5, b=4.5, c=1)
     sampler = Sampler(engine.model, Sampling(repeat_last_n=200), seed=9)
-    assert drawn(engine, sampler, logits, 90) == [A] * 90
+    assert draw_tokens(engine, sampler, logits, 90) == [A] * 90
     sampler.change(replace(sampler.settings, presence_penalty=1.0, repeat_last_n=80))
     assert (sampler.seed, len(sampler.recent)) == (9, 80)
-    assert drawn(engine, sampler, logits, 1) == [B]
+    assert draw_tokens(engine, sampler, logits, 1) == [B]
     settings = sampler.settings
     for wrong in ({"grammar": "root = x"}, {"logit_bias": ((999, 1.0),)}):
         with pytest.raises(UsageError):
@@ -259,7 +259,7 @@ def test_penalties_look_back_across_texts(engine, penalty):
     # b, and the text now ends with a and b again
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
-    assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
+    assert draw_tokens(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
     sampler.close()
 
 

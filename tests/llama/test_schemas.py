@@ -308,7 +308,7 @@ def vocabulary(tmp_path_factory):
     model.close()
 
 
-def drawn(vocabulary, schema, rng, n=300):
+def draw_text(vocabulary, schema, rng, n=300):
     """Return a random text that fits an Enforced schema, or None if it has not ended after n tokens."""
     matcher, tokens = Matcher(vocabulary, schema.rules), []
     closes = [token for token, piece in enumerate(vocabulary.pieces) if piece and not piece.strip(b'"}]')]
@@ -337,7 +337,7 @@ def test_texts_of_random_schemas_are_valid(vocabulary):
             continue
         n_left_out += bool(constraint.not_held)
         for _ in range(0 if constraint.not_held else 3):
-            if text := drawn(vocabulary, constraint, rng):
+            if text := draw_text(vocabulary, constraint, rng):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
@@ -452,4 +452,4 @@ ENDLESS = {
 @pytest.mark.parametrize("what", ENDLESS)
 def test_difficult_schemas_need_bounded_time_and_memory(vocabulary, what):
     with bounded():
-        drawn(vocabulary, enforced(ENDLESS[what]), np.random.default_rng(1), 60)
+        draw_text(vocabulary, enforced(ENDLESS[what]), np.random.default_rng(1), 60)

@@ -143,15 +143,15 @@ class Alternating:
 
 @pytest.mark.parametrize(("policy", "types"), [("h2o", "f16"), ("recall", "f16"), ("streamingllm", "q8_0")])
 def test_nll_does_not_depend_on_the_number_of_threads(smollm2, monkeypatch, share_of, policy, types):
-    how = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
-    how["flash"] = "on" if types == "q8_0" else "off"
+    options = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
+    options["flash"] = "on" if types == "q8_0" else "off"
     nll = []
     for n_threads in (1, 2, None):
         if n_threads is None:
             monkeypatch.setattr("kvtool.llama.cache.decoder.default_threads", lambda: 2)
             monkeypatch.setattr("kvtool.llama.cache.decoder.has_gpu", lambda: False)
             monkeypatch.setattr("kvtool.llama.cache.decoder.Threads", Alternating)
-        with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **how) as engine:
+        with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **options) as engine:
             tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(48, 80)]
             nll.append(perplexity.stream(engine, tokens))
             assert engine.n_evicted

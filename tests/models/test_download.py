@@ -155,11 +155,11 @@ def test_download_that_is_not_gguf_is_not_kept(site):
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [("/missing.gguf", "the server answered 404 Not Found"), ("/model.bin", "a URL for -m ends in .gguf")],
 )
-def test_failing_urls_give_one_line_errors(site, path, says):
-    with pytest.raises(ModelError, match=re.escape(says)) as error:
+def test_failing_urls_give_one_line_errors(site, path, message):
+    with pytest.raises(ModelError, match=re.escape(message)) as error:
         resolve(site.url + path)
     assert "\n" not in str(error.value)
 
@@ -356,7 +356,7 @@ def error_of(code, kind):
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         ("hf:o/none", "there is no repository o/none, or it is private"),
         ("hf:o/gated", "o/gated is gated: accept its terms"),
@@ -368,7 +368,7 @@ def error_of(code, kind):
         ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
-def test_failing_repositories_give_one_line_errors(site, source, says):
+def test_failing_repositories_give_one_line_errors(site, source, message):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": b"", "a-Q4_0.gguf": b"", "plain.gguf": b""})
     server.add_repository(site, "o/empty", {"model.safetensors": b""})
     server.add_repository(site, "o/cut", {"a-00001-of-00002.gguf": b""})
@@ -379,7 +379,7 @@ def test_failing_repositories_give_one_line_errors(site, source, says):
     site.errors["/api/models/o/r/revision/v9"] = error_of(404, "RevisionNotFound")
     with pytest.raises(ModelError) as error:
         pull(source)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

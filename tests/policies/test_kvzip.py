@@ -61,11 +61,15 @@ def repeat(engine, stream, tokens, begin, stop):
     words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
     n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)
-    for at in range(begin, stop, n_chunk):
-        chunk = tokens[at : min(at + n_chunk, stop)]
-        request = [tokenize(words.first if at == begin else words.later)]
-        request += [] if at == begin else [tokens[max(at - words.n_lead, begin) : at]]
-        kvzip.reconstruct(stream, at, at + len(chunk), np.concatenate([*request, header]).tolist(), chunk)
+    for chunk_begin in range(begin, stop, n_chunk):
+        chunk = tokens[chunk_begin : min(chunk_begin + n_chunk, stop)]
+        request = [tokenize(words.first if chunk_begin == begin else words.later)]
+        request += (
+            [] if chunk_begin == begin else [tokens[max(chunk_begin - words.n_lead, begin) : chunk_begin]]
+        )
+        kvzip.reconstruct(
+            stream, chunk_begin, chunk_begin + len(chunk), np.concatenate([*request, header]).tolist(), chunk
+        )
 
 
 def evict(engine, stream):
@@ -107,8 +111,8 @@ def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=6
     [("original", 2048, 0, 0), ("in-cache", 2048, 11, 6), ("original", 100, 11, 6), ("in-cache", 30, 0, 0)],
 )
 def test_prompt_keeps_the_tokens_of_the_definition(tiny_model, positions, chunk, n_pinned, n_held):
-    how = {"n_pinned": n_pinned, "n_held": n_held, "positions": positions}
-    check_prompt(tiny_model(n_head_kv=2), [f"chunk={chunk}"], **how)
+    options = {"n_pinned": n_pinned, "n_held": n_held, "positions": positions}
+    check_prompt(tiny_model(n_head_kv=2), [f"chunk={chunk}"], **options)
 
 
 @pytest.mark.parametrize(("chunk", "n_batch", "floor"), [(2048, 64, 0), (100, 512, 0.5)])

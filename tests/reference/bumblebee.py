@@ -83,8 +83,8 @@ def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest, cosine="
             ),
         )
         members.append(best)
-        at = rest.index(best)
-        rest[at] = rest[-1]
+        index = rest.index(best)
+        rest[index] = rest[-1]
         rest.pop()
     return [row[token]["pos"] for token in members]
 

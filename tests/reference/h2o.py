@@ -29,7 +29,7 @@ CASES = [
 GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 
-def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_beyond=1.0, n_ctx=0, **how):
+def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_beyond=1.0, n_ctx=0, **options):
     """Keep the highest scores. Unless `per` is "row", a token's scores in all rows are added up."""
     observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
     scores = [{token["pos"]: token["notes"]["mass"] for token in row} for row in rows]
@@ -41,7 +41,7 @@ def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_be
         scores = [
             {pos: mass / np.float32(next - pos) for pos, mass in row_scores.items()} for row_scores in scores
         ]
-    return keep_ranked(scores, ends(next=next, **how))
+    return keep_ranked(scores, ends(next=next, **options))
 
 
 def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):

@@ -21,9 +21,9 @@ CASES = [
 ]
 
 
-def keep(rows, *, chunk, **how):
+def keep(rows, *, chunk, **options):
     scores = [{token["pos"]: token["notes"].get("score", math.inf) for token in row} for row in rows]
-    return keep_ranked(scores, ends(**how))
+    return keep_ranked(scores, ends(**options))
 
 
 def reconstruct(stream, begin, end, prompt, repeated):

@@ -15,12 +15,12 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, slack, history, **how):
+def keep(rows, *, next, slack, history, **options):
     n_part = min(8, -(-history // slack))
     n_query = -(-history // n_part)
     counts = [_count(row, next, n_part, n_query) for row in rows]
     scores = [{pos: -count for pos, count in row_counts.items()} for row_counts in counts]
-    return keep_ranked(scores, ends(next=next, slack=slack, **how))
+    return keep_ranked(scores, ends(next=next, slack=slack, **options))
 
 
 def _count(row, next, n_part, n_query):

@@ -382,8 +382,8 @@ class Stream:
         """
         archive, first, rot = row.archive, self._batch.pos[0], self._batch.rot[0]
         is_far = archive.pos < self._first_near(row)
-        at = np.where(is_far, rot - self.n_near, rot - (first - archive.pos))
-        keys = self._rotated(layer, archive.key, at)
+        pos = np.where(is_far, rot - self.n_near, rot - (first - archive.pos))
+        keys = self._rotated(layer, archive.key, pos)
         logits = queries @ keys.T * self.model.scale
         if self.exact:
             row.clusters = row.clusters or Clusters(self.n_block, self.exact)
@@ -399,7 +399,7 @@ class Stream:
             turns = np.where(is_far, self.n_near - rot, first - rot - bases)
             names, firsts = np.unique(of, return_index=True)
             turned = [self._turned(layer, queries, turns[i]) * self.model.scale for i in firsts[names >= 0]]
-            gains = row.clusters.gains(of, self._rotated(layer, archive.key, at + turns), turned)
+            gains = row.clusters.gains(of, self._rotated(layer, archive.key, pos + turns), turned)
             return row.clusters.attend(of, logits, gains, archive.value, queries.shape[1])
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
         k = min(self.recalled, len(archive.pos))
@@ -456,10 +456,10 @@ def join(streams, counter):
     for rows in zip(*(each.rows for each in streams), strict=True):
         for head, (row, *later) in enumerate(zip(*rows, strict=True)):
             for part in later:
-                at = len(row)
+                n_row = len(row)
                 row.append(part.pos, part.rot, part.key, part.value)
-                row.mass[at:], row.last[at:] = part.mass, part.last
-                row.seen[at:], row.notes[at:] = part.seen, part.notes
+                row.mass[n_row:], row.last[n_row:] = part.mass, part.last
+                row.seen[n_row:], row.notes[n_row:] = part.seen, part.notes
             rows[-1][head] = row
     stream.in_cache, stream.counter = True, counter
     return stream
@@ -490,16 +490,16 @@ def run(
     """
     stream = Stream(model, **options)
     n_live = None if budget is None else budget - (n_synthetic or stream.recalled)
-    nll, at = [], 0
-    while at < len(tokens):
-        m = min(n_batch or slack or len(tokens), len(tokens) - at)
+    nll, begin = [], 0
+    while begin < len(tokens):
+        m = min(n_batch or slack or len(tokens), len(tokens) - begin)
         if budget is not None:
             m = min(m, n_live - stream.n)
         if m < 1:
             raise ValueError(f"an eviction must leave fewer than {n_live} entries, got {stream.n}")
-        batch_logits = stream.decode(tokens[at : at + m])
-        at += m
-        targets = np.asarray(tokens[at - m + 1 : at + 1], np.int64)
+        batch_logits = stream.decode(tokens[begin : begin + m])
+        begin += m
+        targets = np.asarray(tokens[begin - m + 1 : begin + 1], np.int64)
         scored = batch_logits[: len(targets)]
         top = scored.max(axis=-1)
         total = np.log(np.exp(scored - top[:, None]).sum(axis=-1)) + top

@@ -36,8 +36,8 @@ SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 """System prompts. The last one is long: the server stores it separately. It needs a budget of 512."""
 
 
-def reply_to(url, messages, **how):
-    status, answer = request(url, *_asked(messages, **how))
+def reply_to(url, messages, **options):
+    status, answer = request(url, *_asked(messages, **options))
     assert status == 200, answer
     return answer if isinstance(answer, str) else answer["choices"][0]["message"]["content"]
 
@@ -139,7 +139,7 @@ def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more
     """Run a crowd and replay its chats. Return counts of the clients' actions and of the compared answers."""
     size = "-c" if policy == "full" else "--budget"
     options = ("--policy", policy, size, str(budget), "--temp", "0", *EXACT, *more)
-    did = Counter()
+    counts = Counter()
     with start_server(model, *options) as server:
         clients = crowd(
             server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2], n_alike
@@ -147,8 +147,8 @@ def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more
         code, stderr = server.stop()
         assert stderr == "kvtool: stopped\n", stderr
     with start_server(model, *options) as server:
-        did["compared"] = check(server.url, clients)
-    return sum((client.did for client in clients), did)
+        counts["compared"] = check(server.url, clients)
+    return sum((client.did for client in clients), counts)
 
 
 def main():
@@ -167,10 +167,14 @@ def main():
             for policy in args.policies:
                 for budget in args.budgets:
                     path = tiny_path if model == "tiny" else model
-                    how = {"n_client": args.clients, "n_turn": args.turns, "seed": args.seed}
-                    did = run(path, policy, budget, **how, more=RECALL if policy == "recall" else ())
+                    options = {"n_client": args.clients, "n_turn": args.turns, "seed": args.seed}
+                    counts = run(path, policy, budget, **options, more=RECALL if policy == "recall" else ())
                     print(
-                        model, policy, budget, *(f"{n} {what}" for what, n in sorted(did.items())), flush=True
+                        model,
+                        policy,
+                        budget,
+                        *(f"{n} {what}" for what, n in sorted(counts.items())),
+                        flush=True,
                     )
 
 

@@ -91,12 +91,12 @@ def test_same_chat_under_another_session_name_continues_from_the_cache(client):
     messages = [SYSTEM, message("user", "What is a river?")]
     answer = ask(client, messages, extra_headers={"X-Session-Id": "one"})
     messages += [message("assistant", answer.choices[0].message.content), message("user", "Is it wet?")]
-    for how in (
+    for options in (
         {"extra_headers": {"X-Session-Id": "two"}},
         {"prompt_cache_key": "two"},
         {"extra_headers": {"X-Session-Id": "one"}},
     ):
-        second_answer = ask(client, messages, **how)
+        second_answer = ask(client, messages, **options)
         assert second_answer.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
 
 
@@ -286,11 +286,11 @@ def test_long_system_prompt_is_read_once(smol, tmp_path, connect):
     assert second_answer.choices[0].message.content == first.choices[0].message.content
     # The file of the system prompt must not contain text of the first chat, which was in the cache before.
     # The test looks for a word, because digits could occur by chance in the file's hashes.
-    start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_said(path) == 1)
+    start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_messages(path) == 1)
     assert b"lighthouse" not in start.read_bytes()
 
 
-def _n_said(path):
+def _n_messages(path):
     return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])
 
 

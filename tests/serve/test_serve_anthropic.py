@@ -283,11 +283,11 @@ def test_invalid_messages_requests_get_one_line(changes, words):
         assert body["error"]["message"].isprintable()
 
 
-def sent(path, body=None, method="POST", **how):
+def sent(path, body=None, method="POST", **options):
     """Return (status, body) of the answer to a request. The server has no engine, and its queue accepts no
     jobs.
     """
-    answer = send(path, method, body=body, n_waiting=0, **how)
+    answer = send(path, method, body=body, n_waiting=0, **options)
     if answer.status_code != 200:
         ids = [answer.headers[name] for name in ("request-id", "x-request-id")]
         assert ids == [answer.json()["request_id"]] * 2
@@ -306,7 +306,7 @@ def test_errors_have_anthropics_format_and_status(capsys):
     def broken(request):
         raise RuntimeError("a mistake")
 
-    for status, kind, path, how in (
+    for status, kind, path, options in (
         (400, "invalid_request_error", count, {"count": too_long}),
         (401, "authentication_error", "/v1/messages", {"limits": Limits(("key",))}),
         (403, "permission_error", "/v1/messages", {"limits": Limits(names=frozenset()), "headers": evil}),
@@ -317,7 +317,7 @@ def test_errors_have_anthropics_format_and_status(capsys):
         (500, "api_error", count, {"count": broken}),
         (529, "overloaded_error", "/v1/messages", {"is_loaded": False}),
     ):
-        actual, body = sent(path, ASKED, **how)
+        actual, body = sent(path, ASKED, **options)
         assert (actual, body["type"], body["error"]["type"]) == (status, "error", kind)
         assert body["error"]["message"].isprintable()
     assert "a mistake" in capsys.readouterr().err

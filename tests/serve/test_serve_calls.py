@@ -110,8 +110,8 @@ def check_cuts(format, text, expected):
     """
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
-    for at in range(1, len(text), len(text) // 40 + 1):
-        assert parsed(format, [text[:at], text[at:]]) == expected, text[:at]
+    for cut in range(1, len(text), len(text) // 40 + 1):
+        assert parsed(format, [text[:cut], text[cut:]]) == expected, text[:cut]
 
 
 @each_case

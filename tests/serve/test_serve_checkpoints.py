@@ -40,8 +40,8 @@ def check_edits(url, messages):
     # the checkpoint is just before the reply header, so only the header is read
     assert ask(url, messages[:2]).n_read == len("[e][a]")
     for share in (0.9, 0.5):
-        at = int(len(LONG) * share)
-        answer = ask(url, [messages[0], message("user", LONG[:at] + "! " + LONG[at:])])
+        offset = int(len(LONG) * share)
+        answer = ask(url, [messages[0], message("user", LONG[:offset] + "! " + LONG[offset:])])
         n_changed = answer.n_prompt * (1 - share)
         assert n_changed < answer.n_read < n_changed + SPACING + N_BATCH
 

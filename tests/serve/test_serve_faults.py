@@ -75,9 +75,9 @@ def test_concurrent_clients_get_the_answers_they_get_alone(model, policy):
     # 0, two sums differ by only 6 in a million.) With h2o, no two clients begin with the same messages: a
     # client could otherwise continue from another client's stream, where h2o has evicted different tokens.
     n_alike = 1 if policy == "h2o" else 2
-    did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, n_alike=n_alike, more=more)
-    assert did["compared"] > 15
-    assert min(did["gone"], did["asked again"], did["changed"]) > 1
+    counts = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, n_alike=n_alike, more=more)
+    assert counts["compared"] > 15
+    assert min(counts["gone"], counts["asked again"], counts["changed"]) > 1
 
 
 @EACH_POLICY
@@ -218,10 +218,10 @@ def _bytes(folder):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"),
+    ("signal_number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
 )
-def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
+def test_server_stops_at_a_signal_whatever_clients_do(chat_model, signal_number, code):
     with start_server(chat_model, "--budget", "64", "--temp", "0") as server:
         parts = urlsplit(server.url)
         address = (parts.hostname, parts.port)
@@ -240,7 +240,7 @@ def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
                 each.sendall(head + b"%d\r\n\r\n" % len(long) + long)
             assert writing.recv(100)
             # the answer would take days, so the server must not wait for its end
-            assert server.stop(how) == (code, "kvtool: stopped\n")
+            assert server.stop(signal_number) == (code, "kvtool: stopped\n")
 
 
 def test_nohup_keeps_the_server_running_after_sighup(chat_model):

@@ -95,7 +95,7 @@ def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch)
     assert post(b" " * 2**17 + BODY)[0] == 200
     assert [thread(), thread()] == [False, False]
     model = SimpleNamespace(
-        tokenize=lambda *text, **how: threads.append(threading.current_thread()) or np.array([1, 2]),
+        tokenize=lambda *text, **options: threads.append(threading.current_thread()) or np.array([1, 2]),
         piece=lambda token, special: threads.append(threading.current_thread()) or b"a",
         n_vocab=8,
     )
@@ -280,8 +280,8 @@ def test_each_request_is_one_line_in_the_log():
     lines = []
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 10\.0\.0\.7"
 
-    def last(*what, **how):
-        send(*what, log=lines.append, **how)
+    def last(*what, **options):
+        send(*what, log=lines.append, **options)
         return lines.pop()
 
     assert re.fullmatch(rf"{when} GET /v1/models 200 \d+ ms", last("/v1/models"))
@@ -313,9 +313,9 @@ def test_each_request_is_one_line_in_the_log():
 def test_garbage_is_not_collected_while_a_body_is_parsed(monkeypatch, body):
     states, loads = [], json.loads
 
-    def spy(*args, **how):
+    def spy(*args, **options):
         states.append(gc.isenabled())
-        return loads(*args, **how)
+        return loads(*args, **options)
 
     monkeypatch.setattr(json, "loads", spy)
     with nullcontext() if body == b"[[]]" else pytest.raises(ApiError):

@@ -210,13 +210,13 @@ def test_call_in_a_code_block_is_a_call_in_each_api(client, openai_client):
     # this reply consists only of a call
     tool = {"type": "function", **FUNCTION["function"]}
     bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
-    how = {"model": "x", "input": "And there?", "extra_body": bare}
-    (item,) = openai_client.responses.create(tools=[tool], **how).output
+    options = {"model": "x", "input": "And there?", "extra_body": bare}
+    (item,) = openai_client.responses.create(tools=[tool], **options).output
     assert (item.type, item.name) == ("function_call", "weather")
     assert json.loads(item.arguments) == {"city": "Oslo"}
     # the same reply is text if no tool may be called
     for more in ({"tool_choice": "none", "tools": [tool]}, {}):
-        whole = json.loads(openai_client.responses.create(**how, **more).output_text)
+        whole = json.loads(openai_client.responses.create(**options, **more).output_text)
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
 
 

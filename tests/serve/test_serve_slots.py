@@ -116,10 +116,10 @@ class Serving:
 
 
 @contextmanager
-def served(path, policy, folder, **how):
+def served(path, policy, folder, **options):
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(path)))
-        server = Serving(stack, model, policy, folder, **how)
+        server = Serving(stack, model, policy, folder, **options)
         thread = threading.Thread(target=server.pool.run, args=(server.jobs,))
         thread.start()
         try:

@@ -122,7 +122,7 @@ def test_sample_fills_its_length_and_depends_only_on_the_seed(name, items_of, mo
 
 @pytest.mark.parametrize("name", NIAH)
 def test_prompt_hides_the_defined_number_of_needles(name, items_of):
-    n_key, n_value, n_asked, key_kind, value_kind = NIAH[name]
+    n_key, n_value, n_reference, key_kind, value_kind = NIAH[name]
     (item,) = items_of(name)
     needles = NEEDLE.findall(item.prompt)
     values = {key: [value for _, other, value in needles if other == key] for _, key, _ in needles}
@@ -135,7 +135,7 @@ def test_prompt_hides_the_defined_number_of_needles(name, items_of):
     assert {kind for kind, _, _ in needles} == {f"{value_kind}s"}
     keys = [key for key in values if re.search(rf"\b{key}\b", item.question)]
     assert sorted(item.references) == sorted(value for key in keys for value in values[key])
-    assert len(item.references) == n_asked
+    assert len(item.references) == n_reference
     for value in item.references:
         assert re.fullmatch(r"\d{7}", value) if value_kind == "number" else UUID(value).version == 4
     for key in keys:
@@ -582,8 +582,8 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     out = tmp_path / "out.jsonl"
     path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
     command = ("eval", "ruler", "-m", path, *SMALL, *HOTPOT, "--set", f"question={when}")
-    how = ("--policy", "h2o", "--budget", "25%")
-    done = run_kvtool(*command, *how, "--records", out)
+    options = ("--policy", "h2o", "--budget", "25%")
+    done = run_kvtool(*command, *options, "--records", out)
     assert done.returncode == 0, done.stderr
     results = records.read(out)
     names = ["niah_multikey_3", "fwe", "qa_2"]
@@ -603,7 +603,7 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     assert table[2].split() == ["part", "1500", "95", "%", "interval", "items"]
     assert table[3].split() == ["fwe", "0.000", "0.000", "to", "0.658", "2"]
     assert "average of 3 tasks, 1500 tokens: 0" in done.stdout
-    done = run_kvtool(*command, *how, "--json")
+    done = run_kvtool(*command, *options, "--json")
     by = json.loads(done.stdout.splitlines()[-1])["by"]
     assert [(each["part"], each["length"]) for each in by] == [(name, 1500) for name in sorted(names)]
     assert by[0]["string_match"] == {"mean": 0, "low": 0, "high": pytest.approx(0.658, abs=1e-3), "n": 2}

@@ -228,8 +228,8 @@ def test_fact_is_hidden_at_its_depth_in_a_prompt_of_the_given_length(tiny_model,
     assert abs(len(before) - depth * (len(before) + len(after))) <= longest / 2 + 1
     # sentences are whole, and in the order of the text
     parts = haystack.sentences(before + after)
-    at = SENTENCES.index(parts[0])
-    assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
+    index = SENTENCES.index(parts[0])
+    assert parts == [SENTENCES[(index + i) % 50] for i in range(len(parts))]
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 13), (2, 5), (2, 4), (3, 3), (6, 4)])

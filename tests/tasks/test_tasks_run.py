@@ -97,25 +97,25 @@ def test_every_task_records_and_prints_its_scores(tiny_chat, tmp_path, task):
 
 
 def test_answers_depend_on_temperature_and_seed(tiny_chat, tmp_path):
-    def answers_of(*how, out=None):
+    def answers_of(*arguments, out=None):
         out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *how)
+        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *arguments)
         return [record["output"] for record in records_of(out)]
 
     likeliest = answers_of()
     assert likeliest == answers_of("--temp", "0", "--seed", "4")
-    drawn = answers_of("--temp", "0.9", "--seed", "4")
-    assert drawn == answers_of("--seed", "4", "--temp", "0.9")
+    sampled = answers_of("--temp", "0.9", "--seed", "4")
+    assert sampled == answers_of("--seed", "4", "--temp", "0.9")
     other_answers = (answers_of("--temp", "0.9", "--seed", "5"), answers_of("--temp", "0.3", "--seed", "4"))
-    assert drawn not in (likeliest, *other_answers)
+    assert sampled not in (likeliest, *other_answers)
     # if answers are sampled in another way, there is another record
     assert answers_of("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + answers_of("--temp", "0.9")
 
 
 def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
     options = ("--policy", "full", "--limit", 1)
-    drawn = evaluate(tiny_chat, "qa", *options, "--temp", "0.5", "--seed", "3").stdout
-    assert drawn.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
+    output = evaluate(tiny_chat, "qa", *options, "--temp", "0.5", "--seed", "3").stdout
+    assert output.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
     assert evaluate(tiny_chat, "qa", *options).stdout.split("\n")[0].endswith(", full")
 
 

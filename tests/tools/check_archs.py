@@ -145,9 +145,9 @@ def full(path: Path) -> str:
             tolerance = ORDER if is_gathered else 0.0
             settings = EXACT | {"flash": flash}
             with closing(Decoder(engine.model, 256, 64, n_output=64, **settings)) as plain:
-                for at in range(0, len(tokens), 50):
-                    engine.step(tokens[at : at + 50], n_output=50)
-                    plain.decode(tokens[at : at + 50], at, 50)
+                for begin in range(0, len(tokens), 50):
+                    engine.step(tokens[begin : begin + 50], n_output=50)
+                    plain.decode(tokens[begin : begin + 50], begin, 50)
                     if (result := _same(engine.context.logits(), plain.logits(), tolerance)) != "ok":
                         return f"flash {flash}: {result}"
     return "ok"
@@ -224,20 +224,25 @@ def ragged(path: Path) -> str:
 
 
 def _then(
-    path: Path, n: int, n_more: int, edit: Callable[[Any], None], kind: type[Decoder] = Context, **how: Any
+    path: Path,
+    n: int,
+    n_more: int,
+    edit: Callable[[Any], None],
+    kind: type[Decoder] = Context,
+    **options: Any,
 ) -> np.ndarray:
     """Return the logits f32[n_more, n_vocab] after n tokens and an edit."""
     if kind is Context:
-        how["request"] = SignalRequest() if how else SignalRequest(reads=Signal.ATTENTION)
-    settings = {"n_output": N_BATCH, **EXACT, **how}
+        options["request"] = SignalRequest() if options else SignalRequest(reads=Signal.ATTENTION)
+    settings = {"n_output": N_BATCH, **EXACT, **options}
     with closing(Model(path)) as model, closing(kind(model, 256, N_BATCH, **settings)) as context:
         tokens = random_tokens(n + n_more, n_vocab=model.n_vocab)
-        for at in range(0, n, N_BATCH):
-            context.decode(tokens[at : min(at + N_BATCH, n)], at, 0)
+        for begin in range(0, n, N_BATCH):
+            context.decode(tokens[begin : min(begin + N_BATCH, n)], begin, 0)
         edit(context)
         parts = []
-        for at in range(n, n + n_more, 5):
-            context.decode(tokens[at : at + 5], at, 5)
+        for begin in range(n, n + n_more, 5):
+            context.decode(tokens[begin : begin + 5], begin, 5)
             parts.append(context.logits().copy())
         return np.concatenate(parts)
 

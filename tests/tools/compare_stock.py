@@ -51,12 +51,12 @@ def work(out, *paths):
 
     (out / "library").write_text(f"{api._lib._name}\n{hasattr(api._lib, 'llama_kvtool_abi')}")
     api.llama_backend_init()
-    at, loaded = -1, None
+    i_model, loaded = -1, None
     for number, (model, *case) in enumerate(cases(paths)):
-        if model != at:
+        if model != i_model:
             api.llama_model_free(loaded)
-            how = api.llama_model_default_params()
-            at, loaded = model, api.llama_model_load_from_file(os.fsencode(paths[model]), how)
+            params = api.llama_model_default_params()
+            i_model, loaded = model, api.llama_model_load_from_file(os.fsencode(paths[model]), params)
         np.save(out / f"{number}.npy", logits(api, loaded, *case))
 
 
@@ -73,10 +73,10 @@ def logits(api, model, flash, type_k, type_v, n_batch):
     context = api.llama_init_from_model(model, params)
     batch = api.llama_batch_init(n_batch, 0, 1)
     parts = []
-    for at in range(0, N_TOKENS, n_batch):
+    for begin in range(0, N_TOKENS, n_batch):
         batch.n_tokens = n_batch
         for i in range(n_batch):
-            batch.token[i], batch.pos[i], batch.logits[i] = tokens[at + i], at + i, True
+            batch.token[i], batch.pos[i], batch.logits[i] = tokens[begin + i], begin + i, True
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         if api.llama_decode(context, batch):
             sys.exit("llama.cpp cannot decode")

@@ -185,14 +185,14 @@ def test_message_after_a_cmake_error_is_shown(place, monkeypatch):
     build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
     pip = "  error: subprocess-exited-with-error\n  ERROR: Failed building wheel for x\n" * 4
-    says = "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply\n"
-    monkeypatch.setenv("SAYS", says + pip)
+    message = "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply\n"
+    monkeypatch.setenv("SAYS", message + pip)
     with pytest.raises(LibraryError, match="kvtool: the patch does not apply"):
         build.build(place, "")
 
 
 @pytest.mark.parametrize(
-    ("says", "why"),
+    ("message", "why"),
     [
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("ERROR: Could not find a version that satisfies x (from versions: none)", "there is no network"),
@@ -200,11 +200,11 @@ def test_message_after_a_cmake_error_is_shown(place, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("has_source", [False, True])
-def test_known_build_failures_are_explained_in_one_line(place, monkeypatch, says, why, has_source):
+def test_known_build_failures_are_explained_in_one_line(place, monkeypatch, message, why, has_source):
     if has_source:
         build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
-    monkeypatch.setenv("SAYS", f"{says}\nERROR: failed")
+    monkeypatch.setenv("SAYS", f"{message}\nERROR: failed")
     with pytest.raises(LibraryError, match=why) as caught:
         build.build(place, "")
     assert "\n" not in str(caught.value)

@@ -28,12 +28,12 @@ def popen():
     return fork_server.Popen
 
 
-def both(popen, code, *arguments, typed=b"", **how):
+def both(popen, code, *arguments, typed=b"", **options):
     """Run code in a fork and in a new process. Return the result, which must be the same for both."""
     results = []
     for start in (popen, subprocess.Popen):
-        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
-        process = start([sys.executable, "-c", code, *arguments], **pipes, **how)
+        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in options}
+        process = start([sys.executable, "-c", code, *arguments], **pipes, **options)
         assert getattr(process, "is_forked", None) == (True if start is popen else None)
         results.append((*process.communicate(typed, timeout=TIMEOUT_S), process.returncode))
     assert results[0] == results[1]
@@ -78,18 +78,18 @@ def test_fork_has_its_arguments_environment_folder_and_streams(popen, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
     environment["KVTOOL_X"] = "caf\udce9"
     for in_session in (False, True):
-        how = {"cwd": tmp_path, "env": environment, "start_new_session": in_session}
-        stdout, stderr, code = both(popen, GIVEN, "a", b"\xe9", typed=b"typed", **how)
+        options = {"cwd": tmp_path, "env": environment, "start_new_session": in_session}
+        stdout, stderr, code = both(popen, GIVEN, "a", b"\xe9", typed=b"typed", **options)
         assert str(tmp_path).encode() in stdout
         assert (stderr, code) == (b"error\n", 0)
 
 
 def test_unsupported_calls_start_a_new_process(popen, tmp_path):
-    for command, how in (
+    for command, options in (
         (["true"], {}),
         ([sys.executable, "-c", ""], {"preexec_fn": lambda: None}),
         ([sys.executable, "-c", ""], {"env": os.environ | {"PYTHONUTF8": "0", "OTHER": str(tmp_path)}}),
         ([sys.executable, "-c", "", "x" * fork_server.MAX_REQUEST], {}),
     ):
-        process = popen(command, **how)
+        process = popen(command, **options)
         assert (process.wait(TIMEOUT_S), process.is_forked) == (0, False)
