@@ -166,8 +166,8 @@ def test_a_stopped_reply_leaves_the_chat_usable(chat):
     for _ in range(5):
         next(pieces)
     talk.writer.stop = True
-    rest = "".join(pieces)
-    assert len(rest) < 40
+    remainder = "".join(pieces)
+    assert len(remainder) < 40
     assert "".join(talk.reply("Thank you.", 5))
 
 
@@ -330,13 +330,13 @@ def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
         },
     }
     user = {"role": "user", "content": "Hm.</think>Why?"}
-    others = [{"role": "system", "content": "Be brief."}][:n_system]
+    other_messages = [{"role": "system", "content": "Be brief."}][:n_system]
     for text in replies:
-        others += [user, {"role": "assistant", "content": text}]
+        other_messages += [user, {"role": "assistant", "content": text}]
     reread = chat()
-    reread.reread(others)
+    reread.reread(other_messages)
     expected = [each for reply in replies.values() for each in (user, reply)]
-    expected_all = [*others[:n_system], *expected]
+    expected_all = [*other_messages[:n_system], *expected]
     assert reread.messages == expected_all
     # the penalties count the replies
     texts = [each["content"] for each in replies.values()]
@@ -434,16 +434,16 @@ def keep(chat):
 
     path: the session file, or None.
     """
-    opened = []
+    files_to_close = []
 
     def make(path):
         # the archive has the same type as the cache, so a restored state equals the saved state
         talk = chat("recall", 64, "Be brief.", archive_type="f16", undoable=True)
-        opened.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
-        return talk, opened[-1]
+        files_to_close.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
+        return talk, files_to_close[-1]
 
     yield make
-    for files in opened:
+    for files in files_to_close:
         files.close()
 
 

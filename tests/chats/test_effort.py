@@ -43,7 +43,7 @@ LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
 
 
 @pytest.mark.parametrize(
-    ("template", "effort", "variables", "why"),
+    ("template", "effort", "variables", "reason"),
     [
         (SWITCHED, "off", {"enable_thinking": False}, None),
         (SWITCHED, "on", {"enable_thinking": True}, None),
@@ -66,8 +66,8 @@ LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
         (COUNTS, "off", {"thinking_budget": 0}, None),
     ],
 )  # fmt: skip
-def test_effort_sets_the_variables_that_the_template_reads(template, effort, variables, why):
-    assert Efforts.of(template).variables(effort) == (variables, why)
+def test_effort_sets_the_variables_that_the_template_reads(template, effort, variables, reason):
+    assert Efforts.of(template).variables(effort) == (variables, reason)
 
 
 def test_thinking_budget_reaches_a_template_that_reads_it():
@@ -135,8 +135,8 @@ def with_jinja_alone(source):
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
 
-    def fail(why):
-        raise jinja2.TemplateError(why)
+    def fail(reason):
+        raise jinja2.TemplateError(reason)
 
     environment.globals.update(
         bos_token="<s>", eos_token="</s>", raise_exception=fail, strftime_now=lambda form: "today"
@@ -173,10 +173,10 @@ def test_efforts_of_published_templates_match_their_variables():
         assert tuple(efforts.levels) == levels, name
         assert all(values[variable] == level for level, values in efforts.levels.items()), name
         for effort in (OFF, ON, *LEVELS):
-            variables, why = efforts.variables(effort)
+            variables, reason = efforts.variables(effort)
             under = template.under(variables)
             assert under.render(USER) == rendered(**variables), (name, effort)
-            if effort == OFF and why is None:
+            if effort == OFF and reason is None:
                 assert not under.opens_thought, name
                 # with thinking off, the header must close a thought that it opens
                 start, end, _ = under.tags

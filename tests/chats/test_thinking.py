@@ -228,7 +228,7 @@ OPENED = DROPS.replace(
     "%OPEN%", "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
 )
 # this template renders an empty thought in earlier replies, and puts the effort into the prompt
-TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
+SHOWS_EFFORT = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
     "{{ m.content.split", "<think></think>{{ m.content.split"
 ).replace("%OPEN%", "<think>\n")
 
@@ -257,11 +257,11 @@ def read_afresh(talk):
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
-@pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD, SHOWS, HIDES, KEEPS])
+@pytest.mark.parametrize("source", [SWITCHED, OPENED, SHOWS_EFFORT, SHOWS, HIDES, KEEPS])
 def test_cache_equals_a_fresh_reading_of_the_chat_after_each_reply(talk, source, policy):
     chat = talk(source, policy, 512 if policy == "full" else 64)
-    efforts = [None, "low", "high", None] if source is TOLD else [None, "off", "off", "on"]
-    efforts = efforts if source in (SWITCHED, OPENED, TOLD) else [None] * 3
+    efforts = [None, "low", "high", None] if source is SHOWS_EFFORT else [None, "off", "off", "on"]
+    efforts = efforts if source in (SWITCHED, OPENED, SHOWS_EFFORT) else [None] * 3
     for turn, effort in enumerate(efforts):
         chat.set_effort(effort)
         thinks, opens = effort != "off", chat.template.opens_thought
@@ -288,7 +288,7 @@ def test_effort_that_changes_only_the_header_keeps_the_cache(talk):
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_effort_in_the_prompt_rereads_the_chat_and_can_be_undone(talk, policy):
-    chat = talk(TOLD, policy)
+    chat = talk(SHOWS_EFFORT, policy)
     chat.undoable = True
     says(chat, "Hm.</think>Seven.")
     "".join(chat.reply("Name a number."))
@@ -318,7 +318,7 @@ def test_unsupported_effort_is_refused_and_changes_nothing(talk):
 
 
 def test_changed_effort_pins_the_changed_system_prompt(talk):
-    chat = talk(TOLD, budget=512)
+    chat = talk(SHOWS_EFFORT, budget=512)
     chat.reset("Be brief.")
     chat.pin_system()
     engine = chat.writer.engine

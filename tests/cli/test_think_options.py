@@ -18,9 +18,12 @@ EMPTY = "<think></think>"
 SWITCHED = tiny.CHAT_TEMPLATE.replace(
     "[a]{% endif", "[a]{% if enable_thinking is false %}" + EMPTY + "{% endif %}{% endif"
 )
-TOLD = "{% if messages[0].role != 'system' %}[s]I am made up.[e]{% endif %}" + tiny.CHAT_TEMPLATE.replace(
-    "{% for", "effort {{ reasoning_effort or 'high' }}.{% for", 1
-).replace("[a]", "[a]<think>")
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}[s]I am made up.[e]{% endif %}"
+    + tiny.CHAT_TEMPLATE.replace("{% for", "effort {{ reasoning_effort or 'high' }}.{% for", 1).replace(
+        "[a]", "[a]<think>"
+    )
+)
 
 OPENS = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
 COUNTS = "{{ thinking_budget or 'any' }} tokens." + OPENS
@@ -130,7 +133,7 @@ def test_session_is_reread_only_if_the_thinking_budget_in_its_prompt_changes(mod
 
 def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
     efforts = "the model's chat template takes on, low, medium and high"
-    with terminals(models(TOLD), "-n", 4, "--policy", "h2o", "--budget", 128) as start:
+    with terminals(models(DEFAULT_SYSTEM), "-n", 4, "--policy", "h2o", "--budget", 128) as start:
         chat = start()
         assert chat.say("/think") == f"think  (the model's own); {efforts}"
         assert chat.say("/think low") == f"think  low; {efforts}"

@@ -181,7 +181,7 @@ def test_pipe_reports_the_first_loss_of_a_full_archive_once(chat_model, talk):
 
 
 @pytest.mark.parametrize(
-    ("write", "options", "why"),
+    ("write", "options", "reason"),
     [
         (tiny_kinds.write_refact, [], "in this model (ALiBi)"),
         (None, ["--positions", "in-cache"], "with --positions in-cache"),
@@ -189,37 +189,39 @@ def test_pipe_reports_the_first_loss_of_a_full_archive_once(chat_model, talk):
         (None, [], None),
     ],
 )
-def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_path, write, options, why):
+def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_path, write, options, reason):
     model = tmp_path / "kind.gguf" if write else tiny_model()
     if write:
         write(model)
     command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
     done = run_kvtool(*command, stdin="word " * 150)
     result = json.loads(done.stdout)
-    message = f"recall does not work {why}; the policy is h2o\n"
-    assert (result["policy"], message in done.stderr) == (("h2o", True) if why else ("recall", False))
-    assert bool(result["archived"]) == (why is None)
+    message = f"recall does not work {reason}; the policy is h2o\n"
+    assert (result["policy"], message in done.stderr) == (("h2o", True) if reason else ("recall", False))
+    assert bool(result["archived"]) == (reason is None)
     # a policy that the user asked for is never replaced: with recall or one of its options, the command fails
-    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
+    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if reason else ():
         refused_done = run_kvtool(*command, *typed, stdin="word " * 150)
         assert (refused_done.returncode, refused_done.stdout) == (2, "")
         assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused_done.stderr)
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [(["--positions", "in-cache"], "with --positions in-cache"), (["--prefill", "whole"], None), ([], None)],
 )
-def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(talk, chat_model, tmp_path, options, why):
+def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(
+    talk, chat_model, tmp_path, options, reason
+):
     done = talk(TURNS[:2], *options, "-v")
     first, *_, last = done.stderr.splitlines(keepends=True)
-    pattern = f"recall does not work {why}; the policy is h2o\n" if why else RECALL_LINE
+    pattern = f"recall does not work {reason}; the policy is h2o\n" if reason else RECALL_LINE
     assert re.fullmatch(pattern, first)
     # recall has 512 cells by default. h2o has 1,024, but the trained context limits them to 512
     assert "/512 cells per row" in last
-    assert ("archive" in last) == (why is None)
+    assert ("archive" in last) == (reason is None)
     summary = json.loads(run_kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
-    assert summary["policy"] == ("h2o" if why else "recall")
+    assert summary["policy"] == ("h2o" if reason else "recall")
     # a continued session keeps its policy
     resumed = talk(TURNS[2:3], *options)
     assert (resumed.returncode, "recall does not work" in resumed.stderr) == (0, False)
@@ -396,10 +398,10 @@ def wrong_files(folder):
 def test_invalid_archive_files_are_refused_with_one_line(command, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
     argument = {"eval": ["passkey"], "perplexity": ["-"], "inspect": ["-"], "compare": ["-"]}.get(command, [])
-    for path, why in wrong_files(tmp_path).items():
+    for path, reason in wrong_files(tmp_path).items():
         policy = ["--policies" if command == "compare" else "--policy", "recall"]
         done = run_kvtool(command, *argument, *policy, "--archive-file", path, stdin="word " * 60)
-        assert done.stderr == f"kvtool: --archive-file {str(path)!r} {why}; name a new file\n"
+        assert done.stderr == f"kvtool: --archive-file {str(path)!r} {reason}; name a new file\n"
         assert (done.returncode, done.stdout) == (2, "")
     assert (tmp_path / "there").read_text() == "mine"
 

@@ -181,7 +181,7 @@ def test_draft_model_stops_when_acceptance_becomes_unlikely(talker, monkeypatch,
         assert len(source.guess(9)) == n
 
 
-SAID = "the river is long and the river is slow and the river is long and the river is"
+RIVER_TEXT = "the river is long and the river is slow and the river is long and the river is"
 SETTINGS = {
     "greedy": {},
     "drawn": {"temp": 1.0},
@@ -207,7 +207,7 @@ def generate_with(path, drafter, settings, n=120, policy="recall"):
             writer.after_sampling = lambda token: likely.append(
                 logprobs(engine.model, engine.context.next_logits, token, 0)["logprob"]
             )
-            writer.read(engine.model.tokenize(SAID))
+            writer.read(engine.model.tokenize(RIVER_TEXT))
             text = "".join(writer.write(n))
             assert engine.n_past == len(writer.tokens)
             return text, writer.tokens.tolist(), likely, engine.cells().pos.tolist()
@@ -247,7 +247,7 @@ def test_closed_text_continues_after_the_pieces_it_yielded(talker):
     for n_piece in (1, 7, 30):
         with open_engine(talker, policies.fit("h2o", 64, 16), n_draft=MAX_DRAFT, n_output=1) as engine:
             writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
-            writer.read(engine.model.tokenize(SAID))
+            writer.read(engine.model.tokenize(RIVER_TEXT))
             pieces = writer.write(100)
             first = [next(pieces) for _ in range(n_piece)]
             pieces.close()
@@ -262,7 +262,7 @@ def test_reset_and_postpone_empty_the_drafter(talker):
     with open_engine(talker, policies.fit("full", 400), n_draft=MAX_DRAFT, n_output=1) as engine:
         writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
         for reset in (writer.reset, lambda: writer.postpone(np.arange(3, 9, dtype=np.int32))):
-            writer.read(engine.model.tokenize(SAID))
+            writer.read(engine.model.tokenize(RIVER_TEXT))
             "".join(writer.write(20))
             assert writer.drafter.n > 20
             reset()

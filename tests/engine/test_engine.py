@@ -37,7 +37,7 @@ UNIFORM = [name for name in KINDS if not policies.load(name).capped]
 
 
 @dataclass(frozen=True, slots=True)
-class Given(Policy):
+class FunctionPolicy(Policy):
     """Policy made of functions: `answer` returns the plan, `state` returns the state's arrays."""
 
     budget: int
@@ -125,7 +125,9 @@ def test_the_state_moves_with_the_cells(tiny_model, positions):
         kept_last.append([row[keep_row].tolist() for row, keep_row in zip(view.pos, keep, strict=True)])
         return Plan(keep)
 
-    policy = Given(40, 12, answer, lambda shape: (np.zeros(shape, np.int64), np.zeros(shape, np.int64)))
+    policy = FunctionPolicy(
+        40, 12, answer, lambda shape: (np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+    )
     with open_engine(tiny_model(), policy, positions=positions) as engine:
         kept_last = [[[]] * engine.context.n_row]
         perplexity.stream(engine, random_tokens(300))
@@ -134,7 +136,7 @@ def test_the_state_moves_with_the_cells(tiny_model, positions):
 
 def test_a_view_says_which_token_each_cell_holds(tiny_model):
     path, tokens = tiny_model(n_layer=1), random_tokens(90)
-    with open_engine(path, Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))) as engine:
+    with open_engine(path, FunctionPolicy(48, 16, lambda p, view, s: Plan(scattered(view, 32)))) as engine:
         perplexity.stream(engine, tokens)
         n, pos = engine.n_kv, engine.rows.pos[:, : engine.n_kv]
         state = _saved(engine)
@@ -159,7 +161,7 @@ def in_order(engine):
 
 
 def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
-    policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
+    policy = FunctionPolicy(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
     n_checked = 0
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="in-cache") as engine:
         for token in random_tokens(300):
@@ -174,7 +176,7 @@ def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
 
 
 def test_auto_positions_close_gaps_only_when_the_context_is_full(tiny_model):
-    policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
+    policy = FunctionPolicy(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="auto") as engine:
         for token in random_tokens(600):
             engine.evict_if_due()
@@ -265,11 +267,11 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
         before.append(look())
         return plan(view)
 
-    with open_engine(tiny_model(), Given(48, 16, sometimes)) as engine:
+    with open_engine(tiny_model(), FunctionPolicy(48, 16, sometimes)) as engine:
         engine.pin(1)
         engine.read(random_tokens(60))
         assert engine.n_kv == 32
-        with pytest.raises(PlanError, match=f"^Given: .*{message}"):
+        with pytest.raises(PlanError, match=f"^FunctionPolicy: .*{message}"):
             engine.step(random_tokens(19))
         assert len(before) == 1
         assert look() == before[0]
@@ -283,7 +285,7 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 def test_merges_that_overflow_are_blamed_on_the_policy(tiny_model):
     plan = _merging([0], [50], [49], [1e30])
     with open_engine(
-        tiny_model(), Given(48, 16, lambda policy, view, state: plan(view)), type_v="f16"
+        tiny_model(), FunctionPolicy(48, 16, lambda policy, view, state: plan(view)), type_v="f16"
     ) as engine:
         engine.pin(1)
         engine.read(random_tokens(60))
@@ -297,7 +299,7 @@ def test_merges_that_overflow_are_blamed_on_the_policy(tiny_model):
 def test_after_a_reset_no_value_of_an_overflow_is_left(tiny_model, settings):
     plan, settings = _merging([0], [50], [49], [1e30]), dict(settings)
     path = tiny_model(arch=settings.pop("arch", "llama"))
-    policy = Given(48, 16, lambda policy, view, state: plan(view))
+    policy = FunctionPolicy(48, 16, lambda policy, view, state: plan(view))
     with open_engine(path, policy, type_v="f16", **settings) as engine:
         engine.read(random_tokens(8))
         first = engine.context.logits().copy()
@@ -379,7 +381,7 @@ def test_signals_saved_after_a_failed_plan_are_not_observed_again(tiny_model):
         np.testing.assert_array_equal(engine.state[0], expected)
 
 
-class Stumbling(Given):
+class Stumbling(FunctionPolicy):
     """Policy that fails to move its state."""
 
     def move(self, state, source):
@@ -416,8 +418,8 @@ def test_table_matches_the_cache_if_moving_the_state_fails(tiny_model):
     ],
 )
 def test_invalid_initial_states_are_refused(tiny_model, state, message):
-    policy = Given(48, 16, state=state)
-    with pytest.raises(PlanError, match=f"^Given: {message}"), open_engine(tiny_model(), policy):
+    policy = FunctionPolicy(48, 16, state=state)
+    with pytest.raises(PlanError, match=f"^FunctionPolicy: {message}"), open_engine(tiny_model(), policy):
         pass
 
 
@@ -853,7 +855,7 @@ def test_empty_merge_equals_no_merge(tiny_model):
     nothing = Merge(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.float32))
     nll = []
     for merge in (None, nothing, Merge([], [], [], [])):
-        policy = Given(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
+        policy = FunctionPolicy(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
         with open_engine(tiny_model(), policy) as engine:
             nll.append(perplexity.stream(engine, random_tokens(100)))
     assert all((nll[0] == each).all() for each in nll)

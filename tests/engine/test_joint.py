@@ -148,11 +148,11 @@ def same_together(
         return batchers[0]
 
     with closing(Model(path)) as model:
-        alone = run_streams(model, policy, tokens, n_generated, **settings)
+        single = run_streams(model, policy, tokens, n_generated, **settings)
         together = run_streams(model, policy, tokens, n_generated, make_batcher=several, **settings)
     n_longest = sorted(n_generated)[-2]
     assert batchers[0].sizes == [sum(n > i_step for n in n_generated) for i_step in range(n_longest)]
-    for one, other in zip(alone, together, strict=True):
+    for one, other in zip(single, together, strict=True):
         errors = np.abs(one.logits - other.logits)
         if rounds:
             assert np.median(errors[:8]) < 2e-3
@@ -183,19 +183,19 @@ def run_two_streams(path, make_batcher, n_generated=40, n=100):
     """Return the results of two streams under h2o, first decoded one after the other, then in joint steps."""
     policy, tokens = policies.fit("h2o", 48), [random_tokens(n, seed=i) for i in range(2)]
     with closing(Model(path)) as model:
-        alone = run_streams(model, policy, tokens, (n_generated, n_generated))
-        return alone, run_streams(
+        single = run_streams(model, policy, tokens, (n_generated, n_generated))
+        return single, run_streams(
             model, policy, tokens, (n_generated, n_generated), make_batcher=make_batcher
         )
 
 
 def test_streams_with_recurrent_layers_decode_one_by_one(tiny_model):
     path, lines = tiny_model(arch="lfm2", n_ctx_train=400), []
-    alone, beside = run_two_streams(path, lambda lock: StepBatcher(lock, 2, lines.append))
+    single, joint = run_two_streams(path, lambda lock: StepBatcher(lock, 2, lines.append))
     assert lines == [
         "answers are written one after the other: a model with recurrent layers takes no joint steps"
     ]
-    for one, other in zip(alone, beside, strict=True):
+    for one, other in zip(single, joint, strict=True):
         assert np.array_equal(one.logits, other.logits)
 
 
@@ -223,10 +223,10 @@ def test_more_streams_than_a_joint_step_takes_are_decoded_in_groups(tiny_model, 
         return batchers[0]
 
     with closing(Model(tiny_model(n_ctx_train=400))) as model:
-        alone = run_streams(model, policy, tokens, [3] * 5)
+        single = run_streams(model, policy, tokens, [3] * 5)
         beside = run_streams(model, policy, tokens, [3] * 5, make_batcher=in_groups)
     assert batchers[0].sizes == [2] * 6
-    for one, other in zip(alone, beside, strict=True):
+    for one, other in zip(single, beside, strict=True):
         assert np.array_equal(one.pos, other.pos)
         assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 
@@ -250,16 +250,16 @@ class Broken(Counting):
 
 def test_streams_decode_one_by_one_after_a_failed_joint_step(tiny_model):
     path = tiny_model(n_ctx_train=400)
-    alone, beside = run_two_streams(path, lambda lock: Broken(lock, 2), 60, 120)
-    for one, other in zip(alone, beside, strict=True):
+    single, joint = run_two_streams(path, lambda lock: Broken(lock, 2), 60, 120)
+    for one, other in zip(single, joint, strict=True):
         assert np.array_equal(one.pos, other.pos)
         assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 
 
 def test_joint_step_decodes_nothing_if_one_stream_has_no_room(start_engine):
     policy, tokens = policies.fit("full", 300), random_tokens(256)
-    one, other, alone = (start_engine(policy) for _ in range(3))
-    for engine in (one, other, alone):
+    one, other, single = (start_engine(policy) for _ in range(3))
+    for engine in (one, other, single):
         engine.read(tokens[:100])
     # fill the cache of `other` until llama.cpp has no cell left
     filler, n_ctx = np.full(32, 5, np.int32), other.context.n_ctx
@@ -271,8 +271,8 @@ def test_joint_step_decodes_nothing_if_one_stream_has_no_room(start_engine):
             joint.decode(parts)
         # the failed step changed nothing: positions continue where they were
         joint.decode(parts[:1])
-    alone.step(tokens[:1])
-    assert np.abs(one.context.logits() - alone.context.logits()).max() < LOGIT_TOLERANCE
+    single.step(tokens[:1])
+    assert np.abs(one.context.logits() - single.context.logits()).max() < LOGIT_TOLERANCE
 
 
 def test_other_threads_get_turns_between_joint_steps(tiny_model, monkeypatch):

@@ -41,13 +41,13 @@ def client(path):
         model = stack.enter_context(closing(Model(path)))
         policy = policies.fit("full", N_MAX)
         engines = [stack.enter_context(closing(Engine(model, policy, exact))) for _ in range(3)]
-        alone, *members = [engine.context for engine in engines]
+        single, *members = [engine.context for engine in engines]
         for engine in engines:
             engine.read(tokens[:N_READ])
         joint = stack.enter_context(closing(JointContext(members[0], 2, 4)))
         for n_past in range(N_READ, N_MAX):
             token = tokens[n_past : n_past + 1]
-            alone.decode(token, n_past, 1)
+            single.decode(token, n_past, 1)
             process.fail_new(n_past - N_READ + 1)
             try:
                 joint.decode([Part(context, token, n_past, 1) for context in members])
@@ -57,7 +57,7 @@ def client(path):
                     context.decode(token, n_past, 1)
             finally:
                 process.fail_new(0)
-            errors += [float(np.abs(context.logits() - alone.logits()).max()) for context in members]
+            errors += [float(np.abs(context.logits() - single.logits()).max()) for context in members]
     print(json.dumps([n_failed, max(errors)]))
 
 

@@ -181,16 +181,16 @@ def test_restored_engine_continues_bit_for_bit(path):
 
 
 @pytest.mark.parametrize(
-    ("arch", "shape", "policy", "budget", "why"),
+    ("arch", "shape", "policy", "budget", "reason"),
     [
         ("deepseek2", {}, "weightedkv", 48, r"\(MLA\)"),
         ("refact", {}, "recall", 48, r"\(ALiBi\)"),
         ("deepseek32", {"top_k": 300}, "h2o", 400, r"chooses 300 cells by an index.*--budget, --batch-size "),
     ],
 )
-def test_models_refuse_unsupported_policies_with_one_line(tiny_model, arch, shape, policy, budget, why):
+def test_models_refuse_unsupported_policies_with_one_line(tiny_model, arch, shape, policy, budget, reason):
     path, policy = tiny_model(arch, **shape), policies.fit(policy, budget, 16)
-    with pytest.raises(KvtoolError, match=rf"^.*{why}.*$") as error, open_engine(path, policy) as engine:
+    with pytest.raises(KvtoolError, match=rf"^.*{reason}.*$") as error, open_engine(path, policy) as engine:
         engine.read(random_tokens(100))
     assert "\n" not in str(error.value)
 

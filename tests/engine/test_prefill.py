@@ -223,13 +223,13 @@ def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name
 
 
 @pytest.mark.parametrize(
-    ("positions", "options", "why"),
+    ("positions", "options", "reason"),
     [("original", [], ""), ("auto", ["heads=adaptive"], ", and rows that share")],
 )
-def test_whole_read_beyond_the_context_ends_the_stream(tiny_model, positions, options, why):
+def test_whole_read_beyond_the_context_ends_the_stream(tiny_model, positions, options, reason):
     policy, path = policies.fit("h2o", 48, 8, options), tiny_model(n_ctx_train=130)
     with open_engine(path, policy, positions=positions, prefill="whole") as engine:
-        with pytest.raises(StreamEnd, match=f"131 tokens is longer than the context of 130{why}"):
+        with pytest.raises(StreamEnd, match=f"131 tokens is longer than the context of 130{reason}"):
             engine.read(random_tokens(131))
         assert engine.read(random_tokens(130)) == 130
 
@@ -350,14 +350,14 @@ def test_important_counts_stream_tokens_in_every_segment(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("name", "prefill", "why"),
+    ("name", "prefill", "reason"),
     [
         # CORM cannot compress a prompt to a given size, because each row keeps as many tokens as it needs
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],
 )
-def test_invalid_ways_to_read_a_prompt_are_refused(tiny_model, name, prefill, why):
+def test_invalid_ways_to_read_a_prompt_are_refused(tiny_model, name, prefill, reason):
     policy = policies.fit(name, 96, 8)
-    with pytest.raises(UsageError, match=why), open_engine(tiny_model(), policy, prefill=prefill):
+    with pytest.raises(UsageError, match=reason), open_engine(tiny_model(), policy, prefill=prefill):
         pass

@@ -588,8 +588,8 @@ def test_resize_leaves_room_for_recalled_tokens(tiny_model, flash):
                 assert len(saved_state.parse(context.state()).pos) == engine.n_kv + n_recall
             n_recall = n_filled
             for n in (engine.n_kv + n_recall - 1, n_recall, 1):
-                why = f"{n} cells cannot hold its {engine.n_kv} tokens and {n_recall} recalled ones"
-                with pytest.raises(LibraryError, match=why):
+                reason = f"{n} cells cannot hold its {engine.n_kv} tokens and {n_recall} recalled ones"
+                with pytest.raises(LibraryError, match=reason):
                     context.resize(np.full(len(context.layer_cells), n))
 
     expected, actual = (np.concatenate(list(stream(sizes))) for sizes in ((0, 0, 0), (0, 512, 256)))
@@ -669,14 +669,14 @@ def test_archive_in_a_file_equals_the_archive_in_memory(tiny_model, path_of_file
 
 def test_archive_file_must_be_new(tiny_model, path_of_file):
     Path(path_of_file).write_text("mine")
-    for path, why in (
+    for path, reason in (
         (path_of_file, "File exists"),
         (os.path.dirname(path_of_file), "File exists"),
         (f"{path_of_file}/file", "Not a directory"),
         (f"{path_of_file}.d/file", "No such file or directory"),
     ):
         with (
-            pytest.raises(UsageError, match=f"^cannot make the archive's file {path}: {why}$"),
+            pytest.raises(UsageError, match=f"^cannot make the archive's file {path}: {reason}$"),
             open_engine(tiny_model(), fit(), archive_file=path),
         ):
             pass

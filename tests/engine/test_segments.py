@@ -168,13 +168,13 @@ def test_another_process_continues_the_archive_file(path):
 
 def test_turn_appends_clusters_of_new_and_newly_far_blocks(path, store, monkeypatch):
     monkeypatch.setattr(Archive, "is_clustered", True)
-    archive, written = Archive(1, 0), set()
+    archive, clusters = Archive(1, 0), set()
     for end in (30, 31, 32, 44, 300):
         archive.end = end
         save(path, archive, store)
         assert holds(path, archive)
-        written |= set(archive.clustered)
-        size = archive_file._N_FIRST + end * N_BYTES + len(written) * archive.membership_bytes
+        clusters |= set(archive.clustered)
+        size = archive_file._N_FIRST + end * N_BYTES + len(clusters) * archive.membership_bytes
         assert archive_path(path).stat().st_size == size
         # data that no block needs any more is not listed
         current = dict(archive.clustered)

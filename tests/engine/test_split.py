@@ -22,13 +22,13 @@ from tests.cli.test_cli import kvtool
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, chat_model):
+def split_paths(tmp_path_factory, chat_model):
     return tiny.split(chat_model, tmp_path_factory.mktemp("made") / "chat-F32", 3)
 
 
 @pytest.fixture
-def parts(tmp_path, made):
-    return [shutil.copy(path, tmp_path / path.name) for path in made]
+def parts(tmp_path, split_paths):
+    return [shutil.copy(path, tmp_path / path.name) for path in split_paths]
 
 
 def generate(model):

@@ -97,9 +97,9 @@ class Fuzz:
         An invalid call must be refused with a reason.
         """
         self.counts[name, "done" if ok else "refused"] += 1
-        why = error_text()
-        assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {why}"
-        assert ok or why, f"{name}: refused without a reason"
+        reason = error_text()
+        assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {reason}"
+        assert ok or reason, f"{name}: refused without a reason"
 
     def call(self):
         calls = [self.apply] * 10 + [self.decode] * 6
@@ -353,11 +353,11 @@ class Fuzz:
             return
         try:
             self.context.decode(tokens, pos, int(self.rng.integers(0, 2)))
-            why = ""
+            reason = ""
         except LibraryError as error:
-            why = str(error)
-        call = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {why}"
-        assert ok == (not why), call
+            reason = str(error)
+        call = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {reason}"
+        assert ok == (not reason), call
         self.counts["decode", "done" if ok else "refused"] += 1
         if not ok:
             return

@@ -63,9 +63,9 @@ def test_all_streams_and_joint_steps_use_the_adapters(merged, name):
 
     with closing(Model(model, adapters=adapters)) as adapted, closing(Model(path)) as whole:
         together = run_streams(adapted, policy, tokens, n_steps, make_batcher=joint)
-        alone = run_streams(whole, policy, tokens, n_steps)
+        single = run_streams(whole, policy, tokens, n_steps)
     assert batchers[0].sizes == [2] * 40
-    for one, other in zip(together, alone, strict=True):
+    for one, other in zip(together, single, strict=True):
         assert np.array_equal(one.pos, other.pos)
         assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 

@@ -651,7 +651,7 @@ def assert_refused(context):
 
 
 @pytest.fixture
-def filled(tiny_model):
+def filled_context(tiny_model):
     with start_context(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
         fill(context, 20)
         yield context
@@ -659,35 +659,35 @@ def filled(tiny_model):
 
 @pytest.mark.parametrize("moves", BAD_MOVES.values(), ids=BAD_MOVES.keys())
 @either_path
-def test_invalid_moves_are_refused(filled, moves, force_graph):
+def test_invalid_moves_are_refused(filled_context, moves, force_graph):
     moves = np.array(moves, np.int64).astype(np.int32)
-    with assert_refused(filled):
-        filled.apply(moves, 20, 0, force_graph=force_graph)
+    with assert_refused(filled_context):
+        filled_context.apply(moves, 20, 0, force_graph=force_graph)
 
 
 @pytest.mark.parametrize("terms", BAD_TERMS.values(), ids=BAD_TERMS.keys())
 @either_path
-def test_invalid_merges_are_refused(filled, terms, force_graph):
-    with assert_refused(filled):
-        filled.apply(np.array([GOOD_MOVE]), 20, 0, merge_of(terms), force_graph=force_graph)
+def test_invalid_merges_are_refused(filled_context, terms, force_graph):
+    with assert_refused(filled_context):
+        filled_context.apply(np.array([GOOD_MOVE]), 20, 0, merge_of(terms), force_graph=force_graph)
 
 
 @pytest.mark.parametrize(("n_keep", "pos_0"), BAD_RANGES.values(), ids=BAD_RANGES.keys())
-def test_invalid_cell_counts_and_positions_are_refused(filled, n_keep, pos_0):
-    with assert_refused(filled):
-        filled.apply(np.array([GOOD_MOVE]), n_keep, pos_0)
+def test_invalid_cell_counts_and_positions_are_refused(filled_context, n_keep, pos_0):
+    with assert_refused(filled_context):
+        filled_context.apply(np.array([GOOD_MOVE]), n_keep, pos_0)
 
 
-def test_a_refused_edit_keeps_the_signals(filled):
-    before = filled.read(Signal.ATTENTION, 20)
-    with assert_refused(filled):
-        filled.apply(NO_MOVES, -1, 0)
-    assert (filled.read(Signal.ATTENTION, 20) == before).all()
+def test_a_refused_edit_keeps_the_signals(filled_context):
+    before = filled_context.read(Signal.ATTENTION, 20)
+    with assert_refused(filled_context):
+        filled_context.apply(NO_MOVES, -1, 0)
+    assert (filled_context.read(Signal.ATTENTION, 20) == before).all()
 
 
-def test_reading_more_cells_than_there_are_is_refused(filled):
+def test_reading_more_cells_than_there_are_is_refused(filled_context):
     with pytest.raises(LibraryError, match="n_row must be 4 and n_cell in 0..256, got 4 and 257"):
-        filled.read(Signal.ATTENTION, 257)
+        filled_context.read(Signal.ATTENTION, 257)
 
 
 # sizes, hidden cells, keys, ragged rows
@@ -761,12 +761,12 @@ def test_step_without_memory_suggests_a_smaller_budget(tiny_model, monkeypatch):
         ([256, 512], "only ragged rows may differ"),
     ],
 )
-def test_invalid_cache_sizes_are_refused(filled, n_cell, complaint):
-    before = filled.state()
+def test_invalid_cache_sizes_are_refused(filled_context, n_cell, complaint):
+    before = filled_context.state()
     with pytest.raises(LibraryError, match=complaint):
-        filled.resize(np.array(n_cell))
-    assert filled.state() == before
-    assert filled.n_cell == 256
+        filled_context.resize(np.array(n_cell))
+    assert filled_context.state() == before
+    assert filled_context.n_cell == 256
 
 
 def test_hidden_cells_stay_and_get_no_attention(tiny_model):
@@ -923,14 +923,14 @@ def test_decode_without_room_in_ragged_rows_changes_nothing(tiny_model):
         assert np.isfinite(context.logits()).all()
 
 
-def test_reading_keys_of_missing_cells_is_refused(filled):
+def test_reading_keys_of_missing_cells_is_refused(filled_context):
     with pytest.raises(LibraryError, match="row 2 has 256 cells, of which cells 255..257 were asked for"):
-        filled.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
+        filled_context.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
     with pytest.raises(LibraryError, match="row 0 has 256 cells, of which cells -1..1 were"):
-        filled.read_keys(np.array([-1, 0, 0, 0]), np.zeros((4, 3)))
+        filled_context.read_keys(np.array([-1, 0, 0, 0]), np.zeros((4, 3)))
     with pytest.raises(LibraryError, match="n_row must be 4"):
-        filled.read_keys(np.zeros(3), np.zeros((3, 3)))
-    assert filled.read_keys(np.zeros(4), np.zeros((4, 0))).shape == (4, 0, 64)
+        filled_context.read_keys(np.zeros(3), np.zeros((3, 3)))
+    assert filled_context.read_keys(np.zeros(4), np.zeros((4, 0))).shape == (4, 0, 64)
 
 
 @pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0"])
@@ -939,10 +939,10 @@ def test_read_keys_returns_stored_keys_with_the_requested_rotation(tiny_model, t
         fill(context, 12)
         first = np.array([0, 3, 5, 1])
         keys = context.read_keys(first, np.zeros((4, 7)))
-        stored = look(context)
-        stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
+        stored_cells = look(context)
+        stored_cells = np.concatenate([stored_cells.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
         for row in range(N_ROW):
-            expected = stored[row, first[row] : first[row] + 7]
+            expected = stored_cells[row, first[row] : first[row] + 7]
             # quantized keys are stored after a Hadamard rotation, so only products of keys are compared
             assert np.abs(keys[row] @ keys[row].T - expected @ expected.T).max() < 1e-2
         turned = context.read_keys(first, np.full((4, 7), 9))
@@ -990,9 +990,9 @@ def test_invalid_cell_counts_of_ragged_rows_are_refused(tiny_model, n_keep, n_ke
             context.state()
 
 
-def test_cell_counts_per_row_are_refused_without_ragged_rows(filled):
-    with assert_refused(filled):
-        filled.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
+def test_cell_counts_per_row_are_refused_without_ragged_rows(filled_context):
+    with assert_refused(filled_context):
+        filled_context.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
 
 
 def test_random_edits_are_applied_completely_or_not_at_all(tiny_model):

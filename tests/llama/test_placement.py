@@ -122,7 +122,7 @@ def path_mtp(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def placed(path, path_mtp):
+def placement_runs(path, path_mtp):
     """Return (names of the devices, names of their buffers, result of each run, log of each run)."""
     with ExitStack() as stack:
         endpoints = [] if has_gpu() else [stack.enter_context(rpc_server.running()) for _ in range(2)]
@@ -152,8 +152,8 @@ def experts(n_layer, but=()):
 
 
 @pytest.mark.parametrize("run", OF_ONE)
-def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, path, run):
-    _, on_gpu, results, logs = placed
+def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placement_runs, path, run):
+    _, on_gpu, results, logs = placement_runs
     tensors = moved(logs[run])
     assert len(experts(1)) == N_EXPERTS
     expected = {
@@ -182,8 +182,8 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
 
 
 @pytest.mark.parametrize("run", LIMITED)
-def test_device_with_little_memory_gets_the_layers_that_fit(placed, path, run):
-    _, on_gpu, results, logs = placed
+def test_device_with_little_memory_gets_the_layers_that_fit(placement_runs, path, run):
+    _, on_gpu, results, logs = placement_runs
     used, room = device_mib(logs[run], on_gpu), LIMITED[run] * all_mib(path)
     # less room is left than a layer takes. Otherwise the devices would get another layer
     assert room - all_mib(path) / N_LAYER < used <= room
@@ -192,8 +192,8 @@ def test_device_with_little_memory_gets_the_layers_that_fit(placed, path, run):
 
 
 @pytest.mark.parametrize("run", MTP)
-def test_device_gets_the_layers_that_fit_with_an_mtp_layer(placed, path_mtp, run):
-    _, on_gpu, results, logs = placed
+def test_device_gets_the_layers_that_fit_with_an_mtp_layer(placement_runs, path_mtp, run):
+    _, on_gpu, results, logs = placement_runs
     is_loaded, share = MTP[run]
     used, room = device_mib(logs[run], on_gpu), share * all_mib(path_mtp, is_loaded)
     assert room - all_mib(path_mtp, is_loaded) / N_LAYER < used <= room
@@ -213,8 +213,8 @@ def test_device_gets_the_layers_that_fit_with_an_mtp_layer(placed, path_mtp, run
         ("split-mode none", [1] * 5),
     ],
 )
-def test_layers_are_divided_by_tensor_split_and_split_mode(placed, run, of_layers):
-    names, _, results, logs = placed
+def test_layers_are_divided_by_tensor_split_and_split_mode(placement_runs, run, of_layers):
+    names, _, results, logs = placement_runs
     assert len(names) == 2
     assigned = re.findall(r"layer +\d+ assigned to device (\S+),", logs[run])
     assert assigned == [names[i] for i in of_layers]
@@ -223,8 +223,8 @@ def test_layers_are_divided_by_tensor_split_and_split_mode(placed, run, of_layer
 
 
 @pytest.mark.skipif(has_gpu(), reason="one device")
-def test_a_draft_model_stays_on_this_machine(placed):
-    *_, results, logs = placed
+def test_a_draft_model_stays_on_this_machine(placement_runs):
+    *_, results, logs = placement_runs
     # --main-gpu 1 puts a model on the second worker. A draft model must ignore this option, so that it stays
     # on this machine
     assert results["draft"]
@@ -233,8 +233,8 @@ def test_a_draft_model_stays_on_this_machine(placed):
     assert assigned == ["CPU"] * (N_LAYER + 1)
 
 
-def test_invalid_placements_are_refused_with_the_available_devices(placed):
-    names, on_gpu, results, _ = placed
+def test_invalid_placements_are_refused_with_the_available_devices(placement_runs):
+    names, on_gpu, results, _ = placement_runs
     listed = f"{', '.join(names)} ({len(names)})"
     assert results["buffer"].startswith("--override-tensor: there is no buffer 'CUDA7'; there are: ")
     assert set(results["buffer"].partition("are: ")[2].split(", ")) == {"CPU", *on_gpu}

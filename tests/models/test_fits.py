@@ -155,7 +155,7 @@ def info(n_bytes, n_ctx_train):
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "n_ctx_train", "n", "n_before", "why", "better"),
+    ("n_bytes", "n_ctx_train", "n", "n_before", "reason", "better"),
     [
         # a long text is too much for a small model
         (98_000_000, 8192, 999, 5000, None, None),
@@ -173,14 +173,14 @@ def info(n_bytes, n_ctx_train):
     ],
 )
 def test_advice_names_a_model_for_texts_that_are_too_long(
-    memory, n_bytes, n_ctx_train, n, n_before, why, better
+    memory, n_bytes, n_ctx_train, n, n_before, reason, better
 ):
     memory(16, cores=8)
     line = too_much(info(n_bytes, n_ctx_train), n, n_before)
-    if why is None:
+    if reason is None:
         assert line is None
         return
-    assert line.startswith(why)
+    assert line.startswith(reason)
     if better:
         assert line.endswith(f"; -m {better} does better on this machine (downloads 2.3 GiB)")
     else:

@@ -14,7 +14,7 @@ from kvtool.policy.ranked import apportion
 SHARING = ["expected", "h2o", "keydiff", "knorm", "kvzip", "rkv", "scissorhands", "snapkv", "tova"]
 LAYERED = ["expected", "snapkv"]
 
-OWN = {"tova": ["per=row"]}
+ROW_OPTIONS = {"tova": ["per=row"]}
 """Additional parameters that a policy needs for these tests."""
 
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
@@ -74,7 +74,7 @@ def test_ties_keep_the_newer_token_then_the_earlier_row():
 
 @every_sharing_policy
 def test_layers_hold_their_budget_and_rows_stay_within_their_limits(name):
-    policy = policies.fit(name, 40, 8, [*OWN.get(name, []), "heads=adaptive", "window=2"])
+    policy = policies.fit(name, 40, 8, [*ROW_OPTIONS.get(name, []), "heads=adaptive", "window=2"])
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
     # becomes True when the two rows of a layer hold different numbers of cells
     differ = False
@@ -95,7 +95,7 @@ def test_layers_hold_their_budget_and_rows_stay_within_their_limits(name):
 @every_sharing_policy
 def test_requested_budget_is_the_mean_over_rows(name):
     equal, shared = (
-        policies.fit(name, 64, 8, options) for options in ([], [*OWN.get(name, []), "heads=adaptive"])
+        policies.fit(name, 64, 8, options) for options in ([], [*ROW_OPTIONS.get(name, []), "heads=adaptive"])
     )
     assert (equal.n_asked, equal.budget, equal.ragged) == (64, 64, False)
     assert (shared.n_asked, shared.budget, shared.ragged) == (64, 128, True)
@@ -110,7 +110,7 @@ def test_requested_budget_is_the_mean_over_rows(name):
 def test_floor_of_one_keeps_the_tokens_of_separate_rows(name):
     runs = []
     for options in ([], ["heads=adaptive", "floor=1"]):
-        policy = policies.fit(name, 40, 8, [*OWN.get(name, []), *options])
+        policy = policies.fit(name, 40, 8, [*ROW_OPTIONS.get(name, []), *options])
         cache = Cache(2, 2, 120, policy, seed=0, n_value=4096, twin=False)
         rows = []
         for _ in range(8):

@@ -37,12 +37,12 @@ SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 
 
 def reply_to(url, messages, **options):
-    status, answer = request(url, *_asked(messages, **options))
+    status, answer = request(url, *_chat_request(messages, **options))
     assert status == 200, answer
     return answer if isinstance(answer, str) else answer["choices"][0]["message"]["content"]
 
 
-def _asked(messages, n_max=12, stream=False, name=None):
+def _chat_request(messages, n_max=12, stream=False, name=None):
     body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": stream}
     return body, {"X-Session-Id": name} if name else {}
 
@@ -75,7 +75,9 @@ class Client:
         messages = [*self.messages, message("user", self.first if is_first else self.question())]
         if self.rng.random() < 0.25:
             self.did["gone"] += 1
-            request(self.url, *_asked(messages, n_max=200, stream=True), n_events=self.rng.randint(1, 6))
+            request(
+                self.url, *_chat_request(messages, n_max=200, stream=True), n_events=self.rng.randint(1, 6)
+            )
         if self.rng.random() < 0.25:
             self.did["asked again"] += 1
             self.answer(messages)
@@ -130,8 +132,8 @@ def check(url, clients):
                 f"client {client.number}: {expected!r} in the crowd, {single_reply!r} alone"
             )
         n += 1
-        others = {other.secret for other in clients} - {client.secret}
-        assert not any(secret in text for text in client.answers.values() for secret in others)
+        other_secrets = {other.secret for other in clients} - {client.secret}
+        assert not any(secret in text for text in client.answers.values() for secret in other_secrets)
     return len(client_of)
 
 

@@ -23,7 +23,11 @@ from tests.serve.subprocess_server import start_server
 pytestmark = pytest.mark.engine
 
 SYSTEM = message("system", "Be kind. " * 4)
-ASKED = ("What is a tide, and who counts the waves?", "And a river that is long and slow?", "Why is it so?")
+QUESTIONS = (
+    "What is a tide, and who counts the waves?",
+    "And a river that is long and slow?",
+    "Why is it so?",
+)
 RECALL = ("--policy", "recall", "--budget", "96", "--temp", "0", "-o", "search=all", "--archive-type", "f16")
 
 FULL = ("--policy", "full", "--temp", "0")
@@ -43,7 +47,7 @@ def url(talker, options):
 def talked(url, **more):
     """Return the messages of a chat of three turns, and the number of its tokens after each turn."""
     messages, n_all = [SYSTEM], []
-    for text in ASKED:
+    for text in QUESTIONS:
         messages.append(message("user", text))
         answer = ask(url, messages, **more)
         messages.append(answer.reply)
@@ -70,7 +74,7 @@ def test_edited_request_reads_only_tokens_after_the_first_change(url):
 
 def test_edited_chat_gets_the_answer_of_a_fresh_server(url, talker, options):
     messages, _ = talked(url)
-    edited = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
+    edited = [*messages[:3], message("user", QUESTIONS[1][:20] + " that is deep?")]
     reply = ask(url, edited).reply
     assert ask(url, messages[:4]).reply == messages[4]
     with start_server(talker, *options) as fresh:
@@ -122,7 +126,7 @@ def test_stored_chat_can_be_undone_turn_by_turn(talker, tmp_path):
     messages, sizes = [SYSTEM], []
     with closing(Model(talker)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
-        for text in ASKED:
+        for text in QUESTIONS:
             messages.append(message("user", text))
             reply, _, n = server.ask(messages)
             messages.append(message("assistant", reply))
@@ -131,7 +135,7 @@ def test_stored_chat_can_be_undone_turn_by_turn(talker, tmp_path):
         chat = SlotServer(model, "recall", tmp_path / "other").slot._resumer.conversation
         chat.resume(*session.read(path))
         for n in (2, 1):
-            assert chat.undo() == turn_label(ASKED[n])
+            assert chat.undo() == turn_label(QUESTIONS[n])
             assert chat.messages == messages[: 2 * n + 1]
             assert chat.writer.engine.n_past + len(chat.writer.unread) == sizes[n - 1]
         assert chat.undo() is None
@@ -151,9 +155,9 @@ def test_changed_system_prompt_is_read_from_the_first_difference(talker):
         for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
             talked(url)
             first = [message("system", other)] if other else []
-            messages = [*first, message("user", ASKED[0])]
+            messages = [*first, message("user", QUESTIONS[0])]
             answer = ask(url, messages)
-            assert len(ASKED[0]) < answer.n_read < answer.n_prompt
+            assert len(QUESTIONS[0]) < answer.n_read < answer.n_prompt
             messages += [answer.reply, message("user", "x" * 200)]
             stats = ask(url, messages, kvtool={"share": 10**6}).stats
             # the system prompt is not pinned: only the policy's 4 sinks stay
@@ -167,7 +171,7 @@ TOOLS = [
 
 
 def test_added_tool_is_read_from_its_first_token(url):
-    messages = [SYSTEM, message("user", ASKED[0])]
+    messages = [SYSTEM, message("user", QUESTIONS[0])]
     n_prompt = ask(url, messages, tools=TOOLS[:2]).n_prompt
     more = ask(url, messages, tools=TOOLS)
     # the server reads the third tool, the messages and the reply header
@@ -213,7 +217,7 @@ def test_system_prompt_is_read_once_if_the_cache_cannot_be_rewound(tmp_path):
 def test_changed_chat_is_reread_if_earlier_tokens_were_forgotten(talker):
     with start_server(talker, *RECALL, "--archive", "40") as server:
         messages = [SYSTEM]
-        for text in (*ASKED, *ASKED):
+        for text in (*QUESTIONS, *QUESTIONS):
             messages.append(message("user", text))
             answer = ask(server.url, messages)
             messages.append(answer.reply)
@@ -247,7 +251,7 @@ def check_prompts(model, n_batch=1, **options):
         assert n_same > n / 2
         assert continued(server, PROMPT) == (text, (n, n_same, n_written))
         longer = [*slot.writer.tokens.tolist(), *slot.model.tokenize(" and it is deep").tolist()]
-        rest, counts = continued(server, longer)
+        remainder, counts = continued(server, longer)
         assert counts[:2] == (len(longer), n + n_written)
         # go back to the first prompt
         assert slot.n_shared(requests.check_text({"prompt": PROMPT}, Defaults())) == n_same
@@ -259,7 +263,7 @@ def check_prompts(model, n_batch=1, **options):
             assert slot.n_shared(requests.check_text({"prompt": PROMPT, **more}, Defaults())) == 0
         # an error is left to the answer
         assert slot.n_shared(requests.check_text({"prompt": ""}, Defaults())) == 0
-    return longer, rest
+    return longer, remainder
 
 
 KEEPS_ALL = {
@@ -271,9 +275,9 @@ FORGETS = {"policy": "h2o", "budget": "96", "checkpoints": "64MiB"}
 
 @pytest.mark.parametrize("options", KEEPS_ALL.values(), ids=KEEPS_ALL)
 def test_prompt_of_a_text_is_read_from_its_first_change(talker, options):
-    longer, rest = check_prompts(talker, **options)
+    longer, remainder = check_prompts(talker, **options)
     with serve_in_process(talker, **options) as server:
-        assert continued(server, longer)[0] == rest
+        assert continued(server, longer)[0] == remainder
         same, other = ([*server.pool.slots[0].model.tokenize(text).tolist()] for text in (PROMPT, "the sun"))
         changed = same[:-40] + other
         text, (n, _, n_written) = continued(server, changed)

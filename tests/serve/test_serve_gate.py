@@ -201,15 +201,20 @@ def test_servers_own_page_may_ask_under_each_name_of_the_machine():
             assert answer.status_code == (200 if may else 403)
 
 
-OWN = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
 
 
 @pytest.mark.parametrize(
     ("value", "is_local", "accepted", "refused_hosts"),
     [
-        ("127.0.0.1", True, OWN, ("gpu.lan", "gpu", "gpu.local")),
-        ("0.0.0.0", False, (*OWN, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "gpu.evil")),
-        ("Kvtool", False, (*OWN, "kvtool", "gpu"), ("kvtool.local",)),
+        ("127.0.0.1", True, LOCAL_HOSTS, ("gpu.lan", "gpu", "gpu.local")),
+        (
+            "0.0.0.0",
+            False,
+            (*LOCAL_HOSTS, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"),
+            ("lan", "gpu.evil"),
+        ),
+        ("Kvtool", False, (*LOCAL_HOSTS, "kvtool", "gpu"), ("kvtool.local",)),
     ],
 )
 def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused_hosts, monkeypatch):

@@ -35,7 +35,9 @@ SWITCHED = CHAT.replace(
     "%OPEN%",
     "<think>\n{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}",
 )
-TOLD = "{{ reasoning_effort or 'medium' }} {{ note or 'none' }}\n" + CHAT.replace("%OPEN%", "<think>\n")
+SHOWS_EFFORT = "{{ reasoning_effort or 'medium' }} {{ note or 'none' }}\n" + CHAT.replace(
+    "%OPEN%", "<think>\n"
+)
 PLAIN = CHAT.replace("%OPEN%", "")
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -142,7 +144,7 @@ def test_request_overrides_the_servers_effort_and_may_lower_its_budget():
 def test_budget_of_0_turns_thinking_off_and_is_named_in_remarks(serve, fields, name):
     checked = wish(**fields)
     assert (checked.effort, checked.name, checked.budget) == ("off", name, 0)
-    (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["kvtool"]["remarks"]
+    (remark,) = serve(SHOWS_EFFORT)(USER, "Hm.</think>Yes.", **fields)["kvtool"]["remarks"]
     assert remark.startswith(f"{name}: the model's chat template cannot switch thinking off")
 
 
@@ -191,7 +193,7 @@ def test_reply_has_no_thought_if_the_request_turns_thinking_off(serve, api, more
     ],
 )
 def test_efforts_and_template_variables_reach_the_template(serve, api, more, expected):
-    serve = serve(TOLD)
+    serve = serve(SHOWS_EFFORT)
     serve(USER, "Hm.</think>Yes.", api, **more)
     assert serve.text.startswith(f"{expected}\n<|im_start|>")
 
@@ -207,7 +209,12 @@ def test_efforts_and_template_variables_reach_the_template(serve, api, more, exp
         (SWITCHED, "chat", {"reasoning_effort": "low"}, f"reasoning_effort: # {ON_FOR_LOW}"),
         (SWITCHED, "responses", {"reasoning": {"effort": "low"}}, f"reasoning.effort: # {ON_FOR_LOW}"),
         (SWITCHED, "messages", {"output_config": {"effort": "low"}}, f"output_config.effort: # {ON_FOR_LOW}"),
-        (TOLD, "messages", {"thinking": {"type": "disabled"}}, "thinking.type: # cannot switch thinking off"),
+        (
+            SHOWS_EFFORT,
+            "messages",
+            {"thinking": {"type": "disabled"}},
+            "thinking.type: # cannot switch thinking off",
+        ),
         (PLAIN, "chat", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: # does not read it"),
     ],
 )
@@ -245,7 +252,7 @@ def test_chat_continues_from_the_cache_if_effort_changes_only_the_header(serve, 
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_chat_is_read_again_if_effort_changes_its_beginning(serve, policy):
-    serve = serve(TOLD, policy)
+    serve = serve(SHOWS_EFFORT, policy)
     end = serve(USER, "</think>Yes.", reasoning_effort="low")
     chat = [*USER, end["message"], {"role": "user", "content": "And?"}]
     end = serve(chat, "</think>Yes.", reasoning_effort="high")
@@ -433,8 +440,8 @@ def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp
             continue
         with dictated_slot(bytewise, source, tmp_path / name, "h2o", budget=4096) as serve:
             for effort, sends in itertools.product((None, "none"), (True, False)):
-                variables, why = Efforts.of(template).variables("off") if effort else ({}, None)
-                if why:
+                variables, reason = Efforts.of(template).variables("off") if effort else ({}, None)
+                if reason:
                     continue
                 under, more = template.under(variables), {"reasoning_effort": effort} if effort else {}
                 start, end, _ = under.tags

@@ -65,8 +65,8 @@ KINDS = ("noun", "adjective", "verb")
 
 @pytest.fixture(scope="module")
 def model(smol):
-    with closing(Model(smol)) as opened:
-        yield opened
+    with closing(Model(smol)) as model:
+        yield model
 
 
 @pytest.fixture
@@ -472,8 +472,8 @@ def reader_of(model, policy, *, chat=False, **settings):
 @pytest.fixture(scope="module")
 def bytewise(tiny_model):
     """A small random model whose tokens are mostly bytes."""
-    with closing(Model(tiny_model(chat_template=tiny.CHAT_TEMPLATE))) as opened:
-        yield opened
+    with closing(Model(tiny_model(chat_template=tiny.CHAT_TEMPLATE))) as model:
+        yield model
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -388,8 +388,8 @@ def test_differences_to_the_first_evaluation_are_paired_by_item(tmp_path):
     )
     # fields in which the evaluations differ are named, also those that old records lack
     baseline, _ = measured(ITEMS, path, about | {"type_k": "q8_0", "policy_sha256": "p"}).differences()
-    others = {"type_k": "f16", "policy_sha256": None}
-    assert baseline == {"policy": "h2o", "options": None, "budget": None, **others}
+    other_fields = {"type_k": "f16", "policy_sha256": None}
+    assert baseline == {"policy": "h2o", "options": None, "budget": None, **other_fields}
     # the first evaluation is not compared, also if it is repeated later
     assert measured(ITEMS[1:], path, about).differences() is None
 

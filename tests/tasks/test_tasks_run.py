@@ -137,18 +137,18 @@ def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, message):
 
 
 def test_intervals_are_computed_only_at_the_end(tiny_chat, monkeypatch):
-    drawn = []
+    intervals = []
 
     def item_interval(scores, *, are_hits):
-        drawn.append(1)
+        intervals.append(1)
         return 0, 1
 
     monkeypatch.setattr("kvtool.measure.statistics.item_interval", item_interval)
     counts = []
     for limit in (1, 2):
         evaluate(tiny_chat, "choice", "--budget", "64", "--limit", limit, files=["rte.jsonl"])
-        counts.append(len(drawn))
-        drawn.clear()
+        counts.append(len(intervals))
+        intervals.clear()
     assert counts[0] == counts[1] > 0
 
 
@@ -184,8 +184,8 @@ def reader_for(model, budget=64, *, chat=False, policy="h2o"):
 
 @pytest.fixture(scope="module")
 def model(tiny_chat):
-    with closing(Model(tiny_chat)) as opened:
-        yield opened
+    with closing(Model(tiny_chat)) as model:
+        yield model
 
 
 PROMPT = "the heron stood by the mill and the mill stood by the river " * 3

@@ -192,7 +192,7 @@ def test_message_after_a_cmake_error_is_shown(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("message", "why"),
+    ("message", "reason"),
     [
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("ERROR: Could not find a version that satisfies x (from versions: none)", "there is no network"),
@@ -200,12 +200,12 @@ def test_message_after_a_cmake_error_is_shown(place, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("has_source", [False, True])
-def test_known_build_failures_are_explained_in_one_line(place, monkeypatch, message, why, has_source):
+def test_known_build_failures_are_explained_in_one_line(place, monkeypatch, message, reason, has_source):
     if has_source:
         build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
     monkeypatch.setenv("SAYS", f"{message}\nERROR: failed")
-    with pytest.raises(LibraryError, match=why) as caught:
+    with pytest.raises(LibraryError, match=reason) as caught:
         build.build(place, "")
     assert "\n" not in str(caught.value)
     assert ("did not build" if has_source else "could not be downloaded") in str(caught.value)

@@ -64,7 +64,7 @@ def test_fork_ends_with_the_same_output_and_exit_code(popen, code, exit_code, er
     assert (stderr, code) == (error, exit_code)
 
 
-GIVEN = """
+PRINT_STATE = """
 import os, sys
 print(sys.argv, sys.path[0], os.getcwd(), os.environ["KVTOOL_X"], "HOME" in os.environ, __name__)
 print(sys.stdin.read(), os.getppid(), os.getsid(0) == os.getpid(), sorted(os.listdir("/proc/self/fd")))
@@ -79,7 +79,7 @@ def test_fork_has_its_arguments_environment_folder_and_streams(popen, tmp_path):
     environment["KVTOOL_X"] = "caf\udce9"
     for in_session in (False, True):
         options = {"cwd": tmp_path, "env": environment, "start_new_session": in_session}
-        stdout, stderr, code = both(popen, GIVEN, "a", b"\xe9", typed=b"typed", **options)
+        stdout, stderr, code = both(popen, PRINT_STATE, "a", b"\xe9", typed=b"typed", **options)
         assert str(tmp_path).encode() in stdout
         assert (stderr, code) == (b"error\n", 0)
 

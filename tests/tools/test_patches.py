@@ -397,7 +397,7 @@ def test_cmake_applies_the_patch_and_writes_the_same_digest_as_python(tmp_path):
 
 @needs_cmake
 @pytest.mark.parametrize(
-    ("file", "content", "why"),
+    ("file", "content", "reason"),
     [
         (
             "source distribution/vendor/llama.cpp/src/a.cpp",
@@ -408,7 +408,7 @@ def test_cmake_applies_the_patch_and_writes_the_same_digest_as_python(tmp_path):
         *((f"patches/{name}", None, f"{name} is missing") for name in ("MANIFEST", "hooks.patch", *OURS)),
     ],
 )
-def test_cmake_fails_if_the_patch_is_not_applied(tmp_path, file, content, why):
+def test_cmake_fails_if_the_patch_is_not_applied(tmp_path, file, content, reason):
     source = project(tmp_path)
     if content:
         (tmp_path / file).write_text(content)
@@ -416,7 +416,7 @@ def test_cmake_fails_if_the_patch_is_not_applied(tmp_path, file, content, why):
         (tmp_path / file).unlink()
     done = configure(source)
     assert done.returncode != 0
-    assert re.search(why, " ".join(done.stderr.split()))
+    assert re.search(reason, " ".join(done.stderr.split()))
 
 
 @needs_cmake
