@@ -736,7 +736,7 @@ def test_full_disk_drops_older_undo_copies_and_leaves_no_gap(chat, monkeypatch):
     plain, n_free = session.dump, 1
 
     def dump(file, *what):
-        if sum(isinstance(each, Copy) for each in talk.undo_stack._points) >= n_free:
+        if sum(isinstance(point, Copy) for point in talk.undo_stack._points) >= n_free:
             raise OSError("no space left")
         plain(file, *what)
 

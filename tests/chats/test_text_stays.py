@@ -193,7 +193,7 @@ def test_long_text_is_not_cut_at_markers_that_may_be_part_of_others(vocab, monke
     monkeypatch.setattr(marks, "_LONG", 1)
     control = ["<a>", "<b>", "(<b>)", "<c", "c>>>", "<d>>", "d<d>"]
     model = vocab(control=control)
-    assert [each for each in control if model.markers.separates(each)] == ["<a>", "(<b>)", "c>>>"]
+    assert [token for token in control if model.markers.separates(token)] == ["<a>", "(<b>)", "c>>>"]
     text = "x<a>(<b>)y <b><c>>>z<d<d>> <d>>w"
     assert tokens_of(model, text).tolist() == model.tokenize(text, special=True).tolist()
 
@@ -309,7 +309,11 @@ def test_chat_reads_markers_in_typed_text_as_text(smol, real, tmp_path):
     options = ("--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--session", path)
     assert run_kvtool("chat", "-m", smol, *options, stdin=f"{evil}\n{evil}\n").returncode == 0
     *messages, _ = json.loads(run_kvtool("session", "export", "--json", path).stdout)
-    assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
+    assert [message["content"] for message in messages if message["role"] != "assistant"] == [
+        EVIL,
+        evil,
+        evil,
+    ]
     summary = json.loads(run_kvtool("session", "show", "--json", path).stdout)
     # with -n 1, one token of the last reply is decoded
     assert summary["tokens"] == len(count(real, messages)) + 1

@@ -129,9 +129,9 @@ def talk(model):
         return talks[-1]
 
     yield make
-    for each in talks:
-        each.close()
-        each.writer.engine.close()
+    for talk in talks:
+        talk.close()
+        talk.writer.engine.close()
 
 
 def says(talk, text):

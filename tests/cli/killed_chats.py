@@ -149,7 +149,11 @@ def check(folder, before, after):
     for i, messages in enumerate(before):
         candidates = [messages, *after[i : i + 1]]
         # a chat whose turns were all undone has no messages, so every session matches it
-        assert any(messages[: len(each)] == each for messages in sessions.values() for each in candidates), (
+        assert any(
+            messages[: len(candidate)] == candidate
+            for messages in sessions.values()
+            for candidate in candidates
+        ), (
             i,
             sessions,
         )

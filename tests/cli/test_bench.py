@@ -230,7 +230,9 @@ def test_lengthened_stream_continues_like_a_read_stream(loaded, name):
     ],
 )
 def test_bad_arguments_get_one_line_and_their_exit_code(arguments, code, words, model, tmp_path):
-    done = run_kvtool("bench", *(model if each == "MODEL" else each for each in arguments), cwd=tmp_path)
+    done = run_kvtool(
+        "bench", *(model if argument == "MODEL" else argument for argument in arguments), cwd=tmp_path
+    )
     assert_one_line(done, code, words)
 
 

@@ -557,7 +557,7 @@ def test_session_stores_clusters_and_continues_if_they_are_missing(talk, tmp_pat
     archive.write_bytes(data)
     with path.open("rb") as file:
         meta, arrays = session._load(file, "it")
-    session.write(path, meta, [each for each in arrays.items() if not each[0].startswith(CLUSTERS)])
+    session.write(path, meta, [item for item in arrays.items() if not item[0].startswith(CLUSTERS)])
     for name in ("chat.kvs", "whole"):
         done = talk(TURNS[:9], session=name)
         assert done.returncode == 0

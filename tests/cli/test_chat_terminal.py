@@ -118,8 +118,8 @@ def test_help_lists_all_commands_and_the_limits_of_undo(terminal):
     for each in (*(f"{command.usage} {command.help}" for command in SLASHES), KEYS):
         assert each in text
     text = " ".join(chat.say("/help more").split())
-    for each in NOTES:
-        assert each in text
+    for note in NOTES:
+        assert note in text
     assert f"up to {MAX_COPIES} changes" in text
     chat.leave()
 

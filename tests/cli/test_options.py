@@ -73,7 +73,7 @@ def test_typed_values_override_session_values_which_override_settings():
 def test_subclass_may_redeclare_and_hide_fields():
     assert Calm().share == 0.25
     assert (declared(Calm)["share"].help, declared(Calm)["share"].in_session) == ("Of the night.", True)
-    assert [each.name for each in parameters(Calm)] == ["height", "share"]
+    assert [parameter.name for parameter in parameters(Calm)] == ["height", "share"]
     with pytest.raises(UsageError, match="--share must be in"):
         Calm(share=-1)
 

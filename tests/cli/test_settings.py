@@ -460,7 +460,7 @@ def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypat
         'parallel = "x"\nqueue = 0\n[banana]\n[models.a.generate]\ntop-p = 7\n[serve]\nprot = 1\nport = -1'
     )
     monkeypatch.setenv("KVTOOL_POLICY", "banana")
-    problems = [each["wrong"] for each in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
+    problems = [problem["wrong"] for problem in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
     starts = (
         f"{path}: parallel must be a whole number, got 'x'",
         f"{path}: queue must be at least 1, got 0",
@@ -470,10 +470,10 @@ def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypat
         f"{path}: [serve] port must be in 0..65535, got -1",
         "$KVTOOL_POLICY: unknown policy 'banana'.",
     )
-    mistakes = [each for each in problems if re.search("config|KVTOOL_", each)]
+    mistakes = [problem for problem in problems if re.search("config|KVTOOL_", problem)]
     assert len(mistakes) == len(starts)
     assert all(each.startswith(start) for each, start in zip(mistakes, starts, strict=True))
-    assert not any("\n" in each for each in mistakes)
+    assert not any("\n" in mistake for mistake in mistakes)
 
 
 def test_pipe_is_not_read_while_options_are_checked(tmp_path):
@@ -506,11 +506,13 @@ def problems(words):
     """Return doctor's remedies for wrong settings. Check that each of these problems begins with `words`."""
     done = kvtool("doctor", "--json")
     problems = [
-        each for each in json.loads(done.stdout)["problems"] if re.search("config|KVTOOL_", each["wrong"])
+        problem
+        for problem in json.loads(done.stdout)["problems"]
+        if re.search("config|KVTOOL_", problem["wrong"])
     ]
-    assert all(each["wrong"].startswith(words) for each in problems)
+    assert all(problem["wrong"].startswith(words) for problem in problems)
     assert not problems or done.returncode == 1
-    return [each["command"] for each in problems]
+    return [problem["command"] for problem in problems]
 
 
 def test_config_shows_the_settings_of_one_command(file):

@@ -46,8 +46,8 @@ def models(smollm2, talker):
     """Two models with different kinds of vocabulary: byte-pair encoding and SentencePiece."""
     models_by_kind = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
     yield models_by_kind
-    for each in models_by_kind.values():
-        each.close()
+    for model in models_by_kind.values():
+        model.close()
 
 
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])

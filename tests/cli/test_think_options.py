@@ -97,7 +97,7 @@ def test_think_budget_closes_the_thought_after_n_tokens(models):
     command += ["--json", "--logprobs", 0]
     for n in (0, 7):
         done = run_kvtool(*command, "--think-budget", n)
-        tokens = [each["token"] for each in json.loads(done.stdout)["logprobs"]["content"]]
+        tokens = [token["token"] for token in json.loads(done.stdout)["logprobs"]["content"]]
         assert "</think>" not in "".join(tokens[:n])
         assert "".join(tokens[n:]).startswith("</think>")
         assert len(tokens) == 40
@@ -119,7 +119,7 @@ def test_session_keeps_its_thinking_budget(models, tmp_path):
     assert run_kvtool(*command, "--session", path, stdin="Two\n").returncode == 0
     meta = session.read(path)[0]
     assert meta["options"]["think_budget"] == 3
-    replies = [each["content"] for each in meta["messages"] if each["role"] == "assistant"]
+    replies = [message["content"] for message in meta["messages"] if message["role"] == "assistant"]
     assert all("</think>" in reply for reply in replies)
 
 

@@ -74,14 +74,14 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
     with start_engine(path, name) as engine, start_engine(path, name) as fresh:
         assert engine.can_rewind
         engine.read(tokens)
-        places = [each.n_past for each in engine.checkpoints]
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         # a checkpoint is made only between two steps, so checkpoints are up to 15 tokens farther apart than
         # SPACING
         assert ((np.diff([0, *places]) - SPACING) // 16 == 0).all()
         assert len(places) == 2
         for n in (480, 300):
             check_rewound(engine, fresh, tokens, n)
-        assert [each.n_past for each in engine.checkpoints] == places[:1]
+        assert [checkpoint.n_past for checkpoint in engine.checkpoints] == places[:1]
         if arch == "lfm2":
             assert engine.rewind(100) == 0
             assert engine.n_past == len(engine.checkpoints) == 0
@@ -148,7 +148,7 @@ def test_older_checkpoints_are_farther_apart(tiny_model):
         for _ in range(60):
             engine.read(random_tokens(16))
             engine.checkpoints.take()
-        places = [each.n_past for each in engine.checkpoints]
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         assert len(places) == engine.checkpoints.max_bytes // n_bytes == 4
         assert engine.checkpoints.n_bytes == 4 * n_bytes
         assert places[-1] == 960
@@ -231,14 +231,14 @@ def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
             each.hold(3)
         engine.read(tokens)
         engine.checkpoints.take()
-        places = [each.n_past for each in engine.checkpoints]
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         assert len(places) == 3
         for n in (480, 300):
             # read more tokens one by one, so that the policy forgets more
             logits(engine, random_tokens(60, seed=3))
             check_rewound(engine, fresh, tokens, n)
             assert_same_arrays(engine, fresh)
-        assert [each.n_past for each in engine.checkpoints] == places[:1]
+        assert [checkpoint.n_past for checkpoint in engine.checkpoints] == places[:1]
         assert engine.rewind(100) == engine.n_past == len(engine.checkpoints) == 0
         assert engine.n_pinned == 5
 
@@ -256,7 +256,7 @@ def test_whole_read_has_checkpoints_only_after_the_prompt(tiny_model, monkeypatc
         assert len(engine.checkpoints) == 0
         engine.checkpoints.take()
         logits(engine, random_tokens(100, seed=2))
-        places = [each.n_past for each in engine.checkpoints]
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         assert places == [300, 330, 360, 390]
         for n in (340, 310):
             assert engine.rewind(n) == n // 30 * 30
@@ -273,14 +273,14 @@ def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
     with start_engine(path, "h2o") as engine:
         engine.read(random_tokens(250))
         engine.checkpoints.take()
-        *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
+        *_, n_bytes = (checkpoint.part.n_bytes for checkpoint in engine.checkpoints)
         n_most = engine.checkpoints.max_bytes // 8
         assert n_bytes < n_most < 1.5 * n_bytes + 2**14
     # no copy is made within a step, because the cache may exceed the budget until the step ends
     with start_engine(path, "h2o", n_batch=160) as engine:
         engine.chunk_size = ChunkSize(SLOW)
         engine.read(random_tokens(700))
-        assert max(each.part.n_bytes for each in engine.checkpoints) <= n_most
+        assert max(checkpoint.part.n_bytes for checkpoint in engine.checkpoints) <= n_most
         assert len(engine.checkpoints) == 2
     message = "--checkpoints must be at least"
     with pytest.raises(UsageError, match=message), start_engine(path, "h2o", checkpoints=9):

@@ -858,4 +858,4 @@ def test_empty_merge_equals_no_merge(tiny_model):
         policy = FunctionPolicy(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
         with open_engine(tiny_model(), policy) as engine:
             nll.append(perplexity.stream(engine, random_tokens(100)))
-    assert all((nll[0] == each).all() for each in nll)
+    assert all((nll[0] == value).all() for value in nll)

@@ -232,7 +232,7 @@ def generated(path, *more):
 def test_generate_accepts_more_draft_tokens_with_mtp_than_with_lookup(tiny_model):
     path = tiny_model(arch="qwen35", quiet=0.0)
     results = [
-        json.loads(generated(path, "--json", "--draft", each).stdout) for each in ("off", "lookup", "mtp")
+        json.loads(generated(path, "--json", "--draft", draft).stdout) for draft in ("off", "lookup", "mtp")
     ]
     assert results[0]["text"] == results[1]["text"] == results[2]["text"]
     assert results[0]["accepted"] < results[1]["accepted"] < results[2]["accepted"]

@@ -87,7 +87,7 @@ def test_edits_on_host_and_device_score_like_edits_on_the_host(split, tiny_model
 
 def test_device_memory_shows_the_bytes_that_q8_0_saves(tiny_model):
     """Needs Mesa's llvmpipe, which counts memory to the byte. Drivers of graphics cards use larger units."""
-    if not any("llvmpipe" in each["description"] for each in devices()):
+    if not any("llvmpipe" in device["description"] for device in devices()):
         pytest.skip("the device is not Mesa's, on the CPU")
     with closing(Model(tiny_model(n_ctx_train=512))) as model:
         rows = [bench.sized(config, 64, 16) for config in bench.cache_configs({})[1:]]

@@ -98,7 +98,7 @@ def test_archived_keys_and_values_may_have_different_types(tiny_model):
     kinds = ["f32", "q8_0", "q8_0/q4_0", "q5_0/q4_0", "iq4_nl", "q4_0"]
     nll, n_bytes = zip(*map(archived, kinds), strict=True)
     assert list(n_bytes) == sorted(set(n_bytes), reverse=True)
-    errors = [np.abs(each - nll[0]).mean() for each in nll]
+    errors = [np.abs(value - nll[0]).mean() for value in nll]
     assert errors == sorted(set(errors))
     assert errors[-1] < 0.3
 
@@ -694,7 +694,7 @@ def test_archive_file_can_grow_to_any_length(tiny_model, path_of_file):
             archive.push(cells, archive.end)
         assert (archive.read(span.start, span.stop) == first).all()
         pushed = [archive.read(end - 16, end) for end in range(archive.end, span.stop, -16)]
-        assert all((each == pushed[0]).all() for each in pushed)
+        assert all((chunk == pushed[0]).all() for chunk in pushed)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="maps as Linux lists them")

@@ -129,8 +129,8 @@ def client(endpoint, file, *paths):
         results.append(result)
     printed = {"results": results, "resized": resized(paths[1], 99)}
     printed["in_file"] = run(paths[1], *RUNS[0], archive_file=file)[0]
-    printed["left"] = [leave(paths[each[-1] - 1], *each, 99, meter) for each in CACHES]
-    printed["left_of_some"] = [leave(paths[each[-1] - 1], *each, 3)[0] for each in CACHES]
+    printed["left"] = [leave(paths[cache[-1] - 1], *cache, 99, meter) for cache in CACHES]
+    printed["left_of_some"] = [leave(paths[cache[-1] - 1], *cache, 3)[0] for cache in CACHES]
     print(json.dumps(printed))
 
 
@@ -200,7 +200,7 @@ def test_resized_cache_over_rpc_gives_the_local_results(remote, path):
     assert np.abs(np.subtract(remote["resized"], resized(path, 0))).max() < 1e-4
 
 
-@pytest.mark.parametrize("number", range(len(CACHES)), ids=[" ".join(map(str, each)) for each in CACHES])
+@pytest.mark.parametrize("number", range(len(CACHES)), ids=[" ".join(map(str, cache)) for cache in CACHES])
 def test_evicted_cells_are_sent_unchanged_and_without_others(remote, number):
     flash, kind, n_head_kv = CACHES[number]
     same, (n_bytes, n_graph) = remote["left"][number]

@@ -44,7 +44,7 @@ def save(path, engine, file=None):
 
 
 def checkpoint_data(engine):
-    return [(each.n_past, bytes(each.data)) for each in engine.checkpoints]
+    return [(checkpoint.n_past, bytes(checkpoint.data)) for checkpoint in engine.checkpoints]
 
 
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
@@ -177,7 +177,7 @@ def test_checkpoints_that_do_not_fit_are_left_out(tiny_model, path):
         table[0, 4] += 8
         table[1, 0] = 999
         other.restore(arrays | {CHECKPOINTS: table})
-        assert [each.n_past for each in other.checkpoints] == table[2:, 0].tolist()
+        assert [checkpoint.n_past for checkpoint in other.checkpoints] == table[2:, 0].tolist()
         assert other.checkpoints.n_bytes == n_bytes
     with start_engine(tiny_model, "full", checkpoints=2 * n_bytes) as other:
         other.restore(arrays)
@@ -215,7 +215,7 @@ def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatc
         assert len(engine.checkpoints) >= 8
         with start_engine(tiny_model, "h2o") as other:
             other.restore(session.read(path)[1])
-            assert [each.n_past for each in other.checkpoints] == [part.n_past for part in parts]
+            assert [checkpoint.n_past for checkpoint in other.checkpoints] == [part.n_past for part in parts]
             n = engine.n_past - 30
             assert other.rewind(n) == engine.rewind(n) == engine.n_past == n - 20
             assert {k: v.tobytes() for k, v in other.save()} == {k: v.tobytes() for k, v in engine.save()}
@@ -229,5 +229,5 @@ def test_session_stores_all_copies_of_a_small_cache(tiny_model, path):
         save(path, engine)
         saved = [part.n_past for part in listed(session.read(path)[1], SavedCheckpoint)]
         # the newest checkpoint is not listed, because the session itself has that state
-        assert saved == [each.n_past for each in engine.checkpoints][:-1]
+        assert saved == [checkpoint.n_past for checkpoint in engine.checkpoints][:-1]
         assert len(saved) == 6

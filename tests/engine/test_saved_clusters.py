@@ -35,7 +35,8 @@ def clusters(engine):
     archive = engine.context.archive
     n = archive.n_block
     return {
-        each: archive.read_clusters(each[0], each[0] + n, each[1]).tobytes() for each in archive.clustered
+        block: archive.read_clusters(block[0], block[0] + n, block[1]).tobytes()
+        for block in archive.clustered
     }
 
 
@@ -165,7 +166,7 @@ def test_session_without_clusters_gets_them_at_the_next_save(tiny_model, tmp_pat
         with file.open("rb") as raw:
             meta, arrays = session._load(raw, "it")
         session.write(
-            file, meta, [each for each in arrays.items() if each[0] not in (CLUSTERS, CLUSTER_DIGESTS)]
+            file, meta, [item for item in arrays.items() if item[0] not in (CLUSTERS, CLUSTER_DIGESTS)]
         )
         saved = session.read(file)[1]
         assert not listed(saved, Clusters)

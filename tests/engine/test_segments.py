@@ -583,7 +583,7 @@ def test_process_killed_at_any_step_leaves_a_complete_session(tmp_path, change, 
         # after the next turn, every file belongs to a session
         turn(path, Archive(saved[0], 80))
         assert holds(path, Archive(saved[0], 80))
-        names = {each.name for each in path.parent.iterdir()} - {"talk.kv.1", "talk.kv.1.archive"}
+        names = {entry.name for entry in path.parent.iterdir()} - {"talk.kv.1", "talk.kv.1.archive"}
         assert names == {"talk.kv", "talk.kv.archive"}
         if not code:
             break

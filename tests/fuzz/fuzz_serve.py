@@ -175,9 +175,9 @@ def check_stream(text):
     else:
         kind = json.loads(data[-1])["type"]
         assert kind in ("response.completed", "response.incomplete", "message_stop", "error"), kind
-    for each in map(json.loads, data):
-        if "error" in each and isinstance(each["error"], dict):
-            check_error(each)
+    for record in map(json.loads, data):
+        if "error" in record and isinstance(record["error"], dict):
+            check_error(record)
 
 
 class Fuzz:

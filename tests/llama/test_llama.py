@@ -134,8 +134,8 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
     def next_logits(*moves):
         with start_context(tiny_model(**SHAPE), flash=flash) as context:
             fill(context, n)
-            for each in moves:
-                context.apply(each, n, 0, force_graph=force_graph)
+            for move in moves:
+                context.apply(move, n, 0, force_graph=force_graph)
             context.decode(tokens(1, seed=9), n, 1)
             return context.logits().copy()
 

@@ -523,9 +523,9 @@ def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
             assert record["logprob"] == pytest.approx(-nll[0], abs=LOGIT_TOLERANCE)
             assert record["token"] == model.piece(record["id"]).decode()
             top = record["top_logprobs"]
-            assert [each["id"] for each in top] == np.argsort(-logits[0])[:3].tolist()
-            assert [each["logprob"] for each in top] == sorted(
-                (each["logprob"] for each in top), reverse=True
+            assert [token["id"] for token in top] == np.argsort(-logits[0])[:3].tolist()
+            assert [token["logprob"] for token in top] == sorted(
+                (token["logprob"] for token in top), reverse=True
             )
             other.read(np.array([record["id"]], np.int32))
 
@@ -533,9 +533,9 @@ def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
 def test_logprobs_of_all_tokens_add_up_to_one(engine):
     model = engine.model
     record = logprobs(model, np.linspace(-900, 900, model.n_vocab, dtype=np.float32), 5, model.n_vocab)
-    assert sum(math.exp(each["logprob"]) for each in record["top_logprobs"]) == pytest.approx(1)
+    assert sum(math.exp(token["logprob"]) for token in record["top_logprobs"]) == pytest.approx(1)
     equal = logprobs(model, np.zeros(model.n_vocab, np.float32), 70, 4)
-    assert [each["id"] for each in equal["top_logprobs"]] == [0, 1, 2, 3]
+    assert [token["id"] for token in equal["top_logprobs"]] == [0, 1, 2, 3]
     assert equal["logprob"] == pytest.approx(-math.log(model.n_vocab))
     # a token that is only a part of a character
     assert logprobs(model, np.zeros(model.n_vocab, np.float32), 3 + 0xC3, 0) == {

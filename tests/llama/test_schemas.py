@@ -205,7 +205,7 @@ def test_objects_are_closed_and_integers_bounded_by_default(schema, result):
     # schema does not name
     actual, left_out = rewritten(schema)
     assert {key: value for key, value in actual.items()} == {
-        key: value for key, value in result.items() if key not in {each.keyword for each in left_out}
+        key: value for key, value in result.items() if key not in {name.keyword for name in left_out}
     }
 
 

@@ -102,7 +102,7 @@ def test_a_url_is_downloaded_once(site, model):
     assert progress[-1] == (len(model), len(model))
     assert resolve(url) == path
     assert len(site.requests) == 1
-    assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
 
 
 def test_broken_url_download_restarts_from_the_beginning(site, model, url):
@@ -308,7 +308,7 @@ def test_listed_names_tell_two_files_of_one_quantization_apart(site, model):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": model, "b-Q8_0.gguf": model})
     for name in ("hf:o/r:b-Q8_0.gguf", "hf:o/r"):
         resolve(name)
-    listed = [each.name for each in stored.downloads()]
+    listed = [download.name for download in stored.downloads()]
     assert listed == ["hf:o/r:Q8_0", "hf:o/r:b-Q8_0.gguf"]
     assert [resolve(name).name for name in listed] == ["a-Q8_0.gguf", "b-Q8_0.gguf"]
 
@@ -347,7 +347,7 @@ def test_revision_or_commit_of_a_repository_is_downloaded(site, model):
     server.add_repository(site, "o/r", {"m.gguf": b"GGUF"})
     server.add_repository(site, "o/r", {"m.gguf": model}, commit="f" * 40, revision="v2")
     assert resolve("hf:o/r@v2").read_bytes() == model
-    assert [each.name for each in stored.downloads()] == ["hf:o/r@v2:m.gguf"]
+    assert [download.name for download in stored.downloads()] == ["hf:o/r@v2:m.gguf"]
     assert resolve("hf:o/r@" + "f" * 40 + ":m.gguf").read_bytes() == model
 
 
@@ -519,7 +519,7 @@ def test_rm_deletes_the_remains_of_a_killed_download(site, model):
         whole.with_name(f"{whole.name}.incomplete").write_bytes(model[:100_001])
         if name.startswith("http"):
             (whole.parent / web.URL_FILE).write_text(name)
-        assert [(each.name, each.is_whole) for each in stored.downloads()] == [(name, False)]
+        assert [(download.name, download.is_whole) for download in stored.downloads()] == [(name, False)]
         assert "in part" in kvtool("list").stdout
         assert stored.remove(name)[1] > 100_000
         assert stored.downloads() == []

@@ -156,7 +156,7 @@ def test_models_txt_has_no_malformed_entry():
     entries = registry()
     text = (Path(catalogue.__file__).parents[2] / "models.txt").read_text(encoding="utf-8")
     # no two entries have the same name or the same file
-    assert len(entries) == len([each for each in text.splitlines() if each.strip() and each[0] != "#"])
+    assert len(entries) == len([line for line in text.splitlines() if line.strip() and line[0] != "#"])
     assert len({entry.path for entry in entries.values()}) == len(entries)
     for name, entry in entries.items():
         assert re.fullmatch("[a-z0-9][a-z0-9._-]*", name)

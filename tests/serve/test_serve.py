@@ -144,7 +144,7 @@ def test_completions_equal_generate_raw(real_client, smol):
     assert len(answer.choices[0].logprobs.tokens) == 3
     assert answer.usage.prompt_tokens > 3
     pieces = real_client.completions.create(model="any", prompt=prompt, max_tokens=3, stream=True)
-    assert "".join(each.choices[0].text for each in pieces) == answer.choices[0].text
+    assert "".join(piece.choices[0].text for piece in pieces) == answer.choices[0].text
 
 
 def test_disconnected_client_stops_its_answer(server, client):

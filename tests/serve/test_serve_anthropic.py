@@ -383,7 +383,7 @@ def test_stream_sends_its_events_in_order(monkeypatch):
     usage = {"input_tokens": 0, "cache_creation_input_tokens": 20, "cache_read_input_tokens": 10}
     assert events[0]["message"]["usage"] == usage | {"output_tokens": 0}
     assert [events[n]["type"] for n in (1, -4)] == ["ping", "ping"]
-    kinds = [each for each in events[1:] if each["type"] != "ping"]
+    kinds = [event for event in events[1:] if event["type"] != "ping"]
     blocks = [
         ({"type": "thinking", "thinking": "", "signature": ""}, "thinking", ["Hm."]),
         ({"type": "text", "text": ""}, "text", ["So", ":"]),

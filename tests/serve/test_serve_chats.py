@@ -115,7 +115,7 @@ def test_store_keeps_archives_of_moved_chats_and_removes_partial_files(tmp_path)
     for name in (f"{moved}.archive", f"{killed}.archive.next", f"{killed}.kvtool.part", f"{killed}.part"):
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
-        assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
+        assert [entry.name for entry in tmp_path.iterdir()] == [f"{moved}.archive"]
         # n_unusable counts the archive, because the server cannot use it without its session file
         assert chats.n_unusable == 1
 

@@ -131,7 +131,7 @@ def test_prompt_of_a_disconnected_client_is_continued(sliding, tmp_path):
         assert 512 <= n_cached < 1000
         longer = [message("user", messages[0]["content"] + "!")]
         # the checkpoint is at the end of the message's text, so a longer message can continue from it
-        assert all(server.ask(each)[1] > 1000 for each in (messages, longer))
+        assert all(server.ask(chat)[1] > 1000 for chat in (messages, longer))
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply
 

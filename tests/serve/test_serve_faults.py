@@ -214,7 +214,7 @@ def test_shared_system_prompt_stays_stored_while_chats_use_it(chat_model, tmp_pa
 def _bytes(folder):
     """Return the size of all files in bytes. A file with two names is counted once."""
     files = [path.stat() for path in folder.iterdir()]
-    return sum({each.st_ino: each.st_size for each in files}.values())
+    return sum({file.st_ino: file.st_size for file in files}.values())
 
 
 @pytest.mark.parametrize(

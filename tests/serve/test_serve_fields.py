@@ -359,7 +359,7 @@ def test_stop_token_ids_are_applied(server):
         return body["choices"][0], body
 
     plain, _ = ask()
-    tokens = [each["id"] for each in plain["logprobs"]["content"]]
+    tokens = [token["id"] for token in plain["logprobs"]["content"]]
     assert (plain["finish_reason"], len(tokens)) == ("length", 6)
     third = tokens[2]
     n = tokens.index(third)
@@ -458,10 +458,10 @@ def test_responses_have_logprobs(server):
     body = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
     whole = server.ask("/v1/responses", body).json()
     (part,) = whole["output"][0]["content"]
-    assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2] * 4
+    assert [len(token["top_logprobs"]) for token in part["logprobs"]] == [2] * 4
     events = pieces_of(server.ask("/v1/responses", body | {"stream": True}).text)
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-    assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
+    assert [token for event in deltas for token in event["logprobs"]] == part["logprobs"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
 
 
@@ -515,8 +515,8 @@ def test_stream_reports_prompt_progress_on_request(talker):
             pieces = pieces_of(server.ask(path, body).text)
             progress = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
             n = pieces[-1]["timings"]["prompt_n"]
-            assert {(each["total"], each["cache"]) for each in progress} == {(n, 0)}
-            done = [each["processed"] for each in progress]
+            assert {(step["total"], step["cache"]) for step in progress} == {(n, 0)}
+            done = [step["processed"] for step in progress]
             assert done == sorted(done)
             assert (done[0], len(done)) == (0, -(-n // 32))
             assert n - 32 <= done[-1] < n

@@ -100,7 +100,7 @@ def test_forced_reply_is_one_call_that_fits_its_schema(engine, format):
         ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
         text = generate_text(engine, rules, wanders(seed, *ends, '"'))
         ((name, arguments),) = parsed(format, text)
-        schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
+        schema = next(tool for tool in TOOLS if tool["function"]["name"] == name)["function"]["parameters"]
         jsonschema.validate(arguments, schema | {"additionalProperties": False})
         names.add(name)
     assert len(names) >= 2
@@ -330,7 +330,7 @@ def test_begun_call_fits_its_schema_and_other_text_is_free(engine, format):
         )
         (first, *_), (name, arguments), *_ = parsed(format, text)
         assert (first, text[:4]) == ("S", "So: ")
-        schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
+        schema = next(tool for tool in TOOLS if tool["function"]["name"] == name)["function"]["parameters"]
         jsonschema.validate(arguments, schema | {"additionalProperties": False})
         names.add(name)
     assert len(names) >= 2

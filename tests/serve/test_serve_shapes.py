@@ -232,7 +232,9 @@ def test_required_call_fits_one_of_many_tools(ask):
         (call,) = end["message"]["tool_calls"]
         assert end["message"]["content"] == ""
         name = call["function"]["name"]
-        (schema,) = [each["function"]["parameters"] for each in PATTERNS if each["function"]["name"] == name]
+        (schema,) = [
+            pattern["function"]["parameters"] for pattern in PATTERNS if pattern["function"]["name"] == name
+        ]
         jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
         names.add(name)
     assert len(names) > 3

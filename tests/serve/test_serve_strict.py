@@ -164,13 +164,15 @@ def test_openai_client_gets_a_thought_as_an_item_before_the_message(thinker, n_m
     assert (thought.type, len(whole.output)) == ("reasoning", 2)
     events = parsed_answer(thinker, openai, "responses.create", fields | STREAM)
     (text,) = thought.content
-    assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
-    done = [each.item for each in events if each.type == "response.output_item.done"]
+    assert (
+        "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == text.text
+    )
+    done = [event.item for event in events if event.type == "response.output_item.done"]
     # a stream that ends within its thought has no message
     assert [each.type for each in done] == ["reasoning", "message"][: 2 if n_most > 2 else 1]
     assert done == events[-1].response.output
     assert done[0].content == thought.content
-    assert [each.sequence_number for each in events] == [*range(len(events))]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
     # the client sends the messages back unchanged, so the cache has them
     turns = [
         message("user", "Hi."),

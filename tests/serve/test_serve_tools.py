@@ -187,7 +187,7 @@ def test_results_are_sorted_by_the_order_of_their_calls():
     items = [{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "ab"]
     items += [{"type": "function_call_output", "call_id": id, "output": id} for id in "ba"]
     chat = responses.as_chat({"input": items})
-    assert [each["content"] for each in messages.check(chat.messages)] == ["", "a", "b"]
+    assert [message["content"] for message in messages.check(chat.messages)] == ["", "a", "b"]
     # results after another message are not sorted together with the results before it
     later = [{"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
     assert sorted_contents("ab", ("b", "2")) == ["2", "?", "1"]
@@ -400,7 +400,7 @@ def test_template_with_one_call_per_reply_gets_one_reply_per_call():
 def test_tools_text_lists_tools_and_an_example_call():
     text = tools_text(TOOLS)
     listed = re.search(r"<tools>\n(.*)\n</tools>", text, re.S)[1].splitlines()
-    assert [json.loads(line) for line in listed] == [each["function"] for each in TOOLS]
+    assert [json.loads(line) for line in listed] == [tool["function"] for tool in TOOLS]
     assert HERMES.written([("NAME", {"KEY": "VALUE"})]) in text
 
 

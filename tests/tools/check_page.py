@@ -144,7 +144,7 @@ def edit(visit: Visitor) -> None:
         expect(page.locator(".user .body")).to_have_text(["My name is Ann.", "I live in Rome."])
         expect(page.locator(".assistant")).to_have_count(2)
         messages = responses[0].request.post_data_json["messages"]
-        assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
+        assert [message["role"] for message in messages] == ["user", "assistant", "user"], messages
         assert messages[-1]["content"] == "I live in Rome."
         assert re.search(r'"cache_n": [1-9]', responses[0].text())
         # the last message has no later messages
@@ -164,7 +164,7 @@ def retry(visit: Visitor) -> None:
             page.get_by_label("Write the reply again").last.click()
         wait_for_reply(page)
         messages = request.value.post_data_json["messages"]
-        assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
+        assert [message["role"] for message in messages] == ["user", "assistant", "user"], messages
         expect(page.locator("article")).to_have_count(4)
         expect(page.get_by_label("Write the reply again").first).to_be_hidden()
 
@@ -234,7 +234,7 @@ def held(visit: Visitor) -> None:
         assert set(levels) <= {f"s{n}" for n in range(9)}, levels
         titles = page.evaluate("[...document.querySelectorAll('#tokens .s3')].map((x) => x.title)")
         assert titles
-        assert all(re.fullmatch(r"held by [\d.]+ % of the rows", each) for each in titles), titles
+        assert all(re.fullmatch(r"held by [\d.]+ % of the rows", title) for title in titles), titles
         tokens.focus()
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowLeft")
@@ -510,7 +510,7 @@ def settings(visit: Visitor) -> None:
         send(page, "more", wait=False)
         body = page.evaluate("requests[0].body")
         assert (body["temperature"], body["max_tokens"]) == (0.5, 77)
-        assert [each["role"] for each in body["messages"]] == ["user", "assistant", "user"]
+        assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
         assert "kvtool" not in body
         page.get_by_role("button", name="New chat").click()
         send(page, "new", wait=False)

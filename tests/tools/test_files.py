@@ -42,9 +42,9 @@ def test_a_full_disk_leaves_the_old_file_or_none(tmp_path, old):
         path.write_bytes(old)
     with full_after(1000), pytest.raises(OSError, match="File too large"):
         files.write(path, b"x" * 5000)
-    assert [each.read_bytes() for each in tmp_path.iterdir()] == [old][old is None :]
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [old][old is None :]
     files.write(path, b"new")
-    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"new"]
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [b"new"]
 
 
 def test_a_file_keeps_its_permissions_and_a_link_its_target(tmp_path):
@@ -65,7 +65,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     files.write(pipe, b"through")
     assert reader.communicate(timeout=TIMEOUT_S)[0] == b"through"
-    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_user_files_are_written_only_by_system_files():

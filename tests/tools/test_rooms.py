@@ -175,5 +175,5 @@ def test_all_functions_except_kernels_have_return_annotations():
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and not (node.returns or node.name == "__init__"):
-                made_by = [ast.unparse(each) for each in node.decorator_list]
+                made_by = [ast.unparse(decorator) for decorator in node.decorator_list]
                 assert any(each.startswith("kernel(") for each in made_by), f"{path}: {node.name}"
