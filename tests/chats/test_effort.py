@@ -13,8 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
 from kvtool.chats.template import Template, _Generation
 from kvtool.errors import ModelError
-from tests.chats import published
-from tests.chats.published import WANT_FUNCTIONS, needs_published
+from tests.chats import published_templates
+from tests.chats.published_templates import WANT_FUNCTIONS, needs_published
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 HEADER = "{% if add_generation_prompt %}[assistant] %OPEN%{% endif %}"
@@ -155,7 +155,7 @@ def with_jinja_alone(source):
 
 @needs_published
 def test_efforts_of_published_templates_match_their_variables():
-    sources = published.templates()
+    sources = published_templates.templates()
     assert len(sources) >= 68
     switches = {name: variable for variable, names in SWITCHES.items() for name in names}
     assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= sources.keys()

@@ -12,8 +12,8 @@ from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.errors import ModelError
 from kvtool.serve.api.errors import ApiError
-from tests.chats import published
-from tests.chats.published import needs_published
+from tests.chats import published_templates
+from tests.chats.published_templates import needs_published
 from tests.serve.http_requests import message, pieces_of
 from tests.serve.in_process_server import serve_in_process
 from tests.serve.slot_requests import check_body, dictated_slot
@@ -153,7 +153,7 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
     # replies
     exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
     names = set()
-    for name, source in published.templates().items():
+    for name, source in published_templates.templates().items():
         template = Template(source, "<|im_start|>", "<|im_end|>", model.markers)
         with suppress(ModelError):
             earlier = template.render([user, message("assistant", "Kvtool says so."), later])

@@ -13,8 +13,8 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.tools.prompt import for_template
 from tests import tiny
-from tests.chats import published
-from tests.chats.published import needs_published
+from tests.chats import published_templates
+from tests.chats.published_templates import needs_published
 from tests.serve.slot_requests import dictated_slot
 
 pytestmark = needs_published
@@ -34,7 +34,7 @@ USER = {"role": "user", "content": "Look around."}
 
 @pytest.fixture(scope="module")
 def source():
-    return published.templates()["openai-gpt-oss-120b"]
+    return published_templates.templates()["openai-gpt-oss-120b"]
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.rendering import Renderings
 from tests import tiny
 from tests.blocking_policy import TIMEOUT_S
-from tests.chats import published
-from tests.chats.published import WANT_FUNCTIONS, needs_published
+from tests.chats import published_templates
+from tests.chats.published_templates import WANT_FUNCTIONS, needs_published
 from tests.serve.slot_requests import check_body, dictated_slot
 from tests.serve.subprocess_server import ONE_THREAD, start_server
 
@@ -432,9 +432,9 @@ def test_cache_of_a_chat_with_thoughts_equals_a_fresh_reading(
 
 @needs_published
 def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp_path, share_of):
-    names = sorted(published.templates().keys() - WANT_FUNCTIONS)
+    names = sorted(published_templates.templates().keys() - WANT_FUNCTIONS)
     for name in names[:: share_of(8, 1)]:
-        source = published.templates()[name]
+        source = published_templates.templates()[name]
         template = Template(source, "", "", bytewise.markers)
         if not template.has_thoughts:
             continue
