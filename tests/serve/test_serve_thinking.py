@@ -45,7 +45,7 @@ USER = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def serve(model, tmp_path):
-    """serve(source, ...): open the model with this chat template. See `answering`."""
+    """serve(source, ...): open the model with this chat template. See `dictated_slot`."""
     number = itertools.count()
     with ExitStack() as stack:
 
