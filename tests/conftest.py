@@ -68,11 +68,11 @@ def _shared(items):
     runs the test.
     """
     marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
-    chosen = set(items) - set(marks)
+    selected = set(items) - set(marks)
     for case in _cases(marks, lambda item: marks[item].args[1:] or SIZES):
         n, turn = marks[case[0]].args[0], crc32(case[0].name.encode())
-        chosen.update(case[(turn + i * len(case) // n) % len(case)] for i in range(n))
-    return chosen
+        selected.update(case[(turn + i * len(case) // n) % len(case)] for i in range(n))
+    return selected
 
 
 def pytest_collection_modifyitems(config, items):
@@ -80,13 +80,13 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: first.get(item.path.name, len(first)))
     if config.getoption("--small"):
         small = [case[0] for case in _cases(items, lambda item: SIZES)]
-        chosen = {item for item in small if not item.get_closest_marker("large")}
+        selected = {item for item in small if not item.get_closest_marker("large")}
     elif config.getoption("--long"):
         return
     else:
-        chosen = _shared(items)
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+        selected = _shared(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = [item for item in items if item in selected]
 
 
 @pytest.fixture(scope="session")
@@ -188,7 +188,7 @@ def default_talker(talker, monkeypatch):
 @pytest.fixture
 def connect():
     """Return a function that makes OpenAI clients for a URL. They are closed at the end."""
-    from tests.serve.late import openai
+    from tests.serve.client_packages import openai
 
     with ExitStack() as stack:
 

@@ -139,9 +139,9 @@ def test_end_token_is_forbidden_in_a_thought_if_an_answer_is_required(models):
     model = models("the header opens it")
     tags, header, *_ = KINDS["the header opens it"]
     end = model.eos
-    held = AfterThought(json_of(model), model, tags, header)
-    assert end not in fitting(held, model)
-    assert not held.accept(end)
+    constraint = AfterThought(json_of(model), model, tags, header)
+    assert end not in fitting(constraint, model)
+    assert not constraint.accept(end)
     free = AfterThought(None, model, tags, header, 9)
     assert free.mask() is None
     assert free.accept(end)

@@ -30,7 +30,7 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from tests import tiny
-from tests.engine.running import KINDS
+from tests.engine.exact_engines import KINDS
 
 COUNTS = "{{ thinking_budget or 'any' }} tokens.<think></think>" + tiny.CHAT_TEMPLATE
 """Template whose first words depend on the thinking budget."""
@@ -166,8 +166,8 @@ def test_a_stopped_reply_leaves_the_chat_usable(chat):
     for _ in range(5):
         next(pieces)
     talk.writer.stop = True
-    rest = "".join(pieces)
-    assert len(rest) < 40
+    remainder = "".join(pieces)
+    assert len(remainder) < 40
     assert "".join(talk.reply("Thank you.", 5))
 
 
@@ -193,7 +193,7 @@ def test_read_waits_once_for_the_device_and_write_does_not(chat, model, monkeypa
     writer = chat().writer
     context, calls = writer.engine.context, []
     decode, wait = context.decode, context.wait
-    monkeypatch.setattr(context, "decode", lambda *how: calls.append("decode") or decode(*how))
+    monkeypatch.setattr(context, "decode", lambda *arguments: calls.append("decode") or decode(*arguments))
     monkeypatch.setattr(context, "wait", lambda: calls.append("wait") or wait())
     writer.read(model.tokenize("One two three four. " * 8))
     assert calls == [*["decode"] * 3, "wait"]
@@ -288,14 +288,14 @@ def test_thinking_budget_that_the_session_lacks_is_restored(chat, tmp_path):
 
 
 def test_session_of_an_earlier_version_has_the_thinking_budget_among_its_options(chat, tmp_path):
-    talk, again = chat(), chat()
+    talk, resumed = chat(), chat()
     talk.set_effort(None, 64)
     "".join(talk.reply("Name a fruit.", 4))
     ChatFiles(talk, RunOptions(policy="buzz"), GenerationOptions()).save(tmp_path / "chat.kvs")
     meta, arrays = session.read(tmp_path / "chat.kvs")
     assert meta.pop("thought_budget") == meta["options"]["think_budget"] == 64
-    again.resume(meta, arrays)
-    assert again.thought_budget == 64
+    resumed.resume(meta, arrays)
+    assert resumed.thought_budget == 64
 
 
 def test_turns_rendered_with_another_thinking_budget_cannot_be_undone(chat):
@@ -330,55 +330,55 @@ def test_reread_splits_thoughts_and_reads_all_other_text(chat, model, n_system):
         },
     }
     user = {"role": "user", "content": "Hm.</think>Why?"}
-    others = [{"role": "system", "content": "Be brief."}][:n_system]
+    other_messages = [{"role": "system", "content": "Be brief."}][:n_system]
     for text in replies:
-        others += [user, {"role": "assistant", "content": text}]
-    again = chat()
-    again.reread(others)
-    wanted = [each for reply in replies.values() for each in (user, reply)]
-    wanted_all = [*others[:n_system], *wanted]
-    assert again.messages == wanted_all
+        other_messages += [user, {"role": "assistant", "content": text}]
+    reread = chat()
+    reread.reread(other_messages)
+    expected = [each for reply in replies.values() for each in (user, reply)]
+    expected_all = [*other_messages[:n_system], *expected]
+    assert reread.messages == expected_all
     # the penalties count the replies
     texts = [each["content"] for each in replies.values()]
     tokens = np.concatenate([model.tokenize(text) for text in texts])
-    assert [*again.writer.sampler.recent] == tokens[-again.writer.sampler.recent.maxlen :].tolist()
-    assert (again.system, again.n_turn, again.n_reply) == ("Be brief." if n_system else None, 4, 4)
-    text = b"".join(model.piece(token, special=True) for token in again.writer.unread.tolist()).decode()
-    assert text + "[e]" == again.template.render(again.messages, reply=False)
+    assert [*reread.writer.sampler.recent] == tokens[-reread.writer.sampler.recent.maxlen :].tolist()
+    assert (reread.system, reread.n_turn, reread.n_reply) == ("Be brief." if n_system else None, 4, 4)
+    text = b"".join(model.piece(token, special=True) for token in reread.writer.unread.tolist()).decode()
+    assert text + "[e]" == reread.template.render(reread.messages, reply=False)
     # the next turn first reads the text; to undo this turn, nothing is read again
-    again.writer.read(again.writer.unread[:0])
-    n = again.writer.engine.n_past
-    list(again.reply("and now?", 4))
-    again.undo()
-    assert (again.writer.engine.n_past, len(again.writer.unread)) == (n, 0)
+    reread.writer.read(reread.writer.unread[:0])
+    n = reread.writer.engine.n_past
+    list(reread.reply("and now?", 4))
+    reread.undo()
+    assert (reread.writer.engine.n_past, len(reread.writer.unread)) == (n, 0)
     # of the old turns, only the last can be taken back
-    assert again.undo() == turn_label(user["content"])
-    assert again.undo() is None
-    text = b"".join(model.piece(token, special=True) for token in again.writer.stream.tolist()).decode()
-    assert text + "[e]" == again.template.render(wanted_all[:-2], reply=False)
-    list(again.reply("and now?", 4))
-    assert again.messages[:-1] == [*wanted_all[:-2], {"role": "user", "content": "and now?"}]
+    assert reread.undo() == turn_label(user["content"])
+    assert reread.undo() is None
+    text = b"".join(model.piece(token, special=True) for token in reread.writer.stream.tolist()).decode()
+    assert text + "[e]" == reread.template.render(expected_all[:-2], reply=False)
+    list(reread.reply("and now?", 4))
+    assert reread.messages[:-1] == [*expected_all[:-2], {"role": "user", "content": "and now?"}]
 
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_only_turn_of_a_reread_chat_can_be_replaced(chat, is_read):
-    other, again = chat(), chat()
-    again.reread([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], "Be brief.")
+    other, reread = chat(), chat()
+    reread.reread([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], "Be brief.")
     if is_read:
-        again.writer.read(again.writer.unread[:0])
-    assert again.undo_turn() == "one"
+        reread.writer.read(reread.writer.unread[:0])
+    assert reread.undo_turn() == "one"
     other.reset("Be brief.")
-    for each in (again, other):
+    for each in (reread, other):
         each.read_turn("three")
-    assert again.writer.stream.tolist() == other.writer.stream.tolist()
-    assert again.writer.engine.n_pinned == other.writer.engine.n_pinned
+    assert reread.writer.stream.tolist() == other.writer.stream.tolist()
+    assert reread.writer.engine.n_pinned == other.writer.engine.n_pinned
 
 
 def test_reread_of_a_chat_without_turns_starts_a_new_chat(chat):
-    again = chat()
-    again.reread([])
-    again.reread([{"role": "system", "content": "Be brief."}])
-    assert (again.system, again.n_turn, again.writer.is_new) == ("Be brief.", 0, True)
+    reread = chat()
+    reread.reread([])
+    reread.reread([{"role": "system", "content": "Be brief."}])
+    assert (reread.system, reread.n_turn, reread.writer.is_new) == ("Be brief.", 0, True)
 
 
 def test_undo_of_reset_restores_the_chat_even_if_saving_failed(chat, tmp_path, monkeypatch):
@@ -434,16 +434,16 @@ def keep(chat):
 
     path: the session file, or None.
     """
-    opened = []
+    files_to_close = []
 
     def make(path):
         # the archive has the same type as the cache, so a restored state equals the saved state
         talk = chat("recall", 64, "Be brief.", archive_type="f16", undoable=True)
-        opened.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
-        return talk, opened[-1]
+        files_to_close.append(ChatFiles(talk, RunOptions(policy="recall"), GenerationOptions(), path))
+        return talk, files_to_close[-1]
 
     yield make
-    for files in opened:
+    for files in files_to_close:
         files.close()
 
 
@@ -490,21 +490,21 @@ def test_undone_turns_leave_no_trace_in_the_archive(keep, tmp_path, has_session)
     assert talk.messages == plain.messages
     check_alike(talk, plain)
     if has_session:
-        again, again_files = keep(tmp_path / "chat.kvs")
+        resumed, resumed_files = keep(tmp_path / "chat.kvs")
         files.close()
-        again_files.resume(tmp_path / "chat.kvs")
-        check_alike(again, plain)
-        for each in (again, again_files), (plain, plain_files):
+        resumed_files.resume(tmp_path / "chat.kvs")
+        check_alike(resumed, plain)
+        for each in (resumed, resumed_files), (plain, plain_files):
             say(*each, "Why?")
-        assert again.messages == plain.messages
+        assert resumed.messages == plain.messages
         # turns from before the session was resumed can be undone
-        assert again.undo() == 'the turn "Why?"'
-        assert again.undo() == 'the turn "Of whom?"'
-        again_files.keep_session(undone=True)
+        assert resumed.undo() == 'the turn "Why?"'
+        assert resumed.undo() == 'the turn "Of whom?"'
+        resumed_files.keep_session(undone=True)
         for text in ("Of whom?", "Why?"):
-            say(again, again_files, text)
-        assert again.messages == plain.messages
-        check_alike(again, plain)
+            say(resumed, resumed_files, text)
+        assert resumed.messages == plain.messages
+        check_alike(resumed, plain)
         assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
 
 
@@ -615,10 +615,10 @@ def test_undo_takes_back_the_turns_of_a_loaded_chat_and_then_the_load(chat, tmp_
     take_back(talk, files, 'the turn "And then?"', *turns[:n_loaded][::-1], "/load", *turns[:2][::-1])
     assert talk.undo() is None
     files.close()
-    again, files = talker("saved")
+    resumed, files = talker("saved")
     files.resume(files.path)
-    take_back(again, files, 'the turn "And then?"', *turns[:n_loaded][::-1])
-    assert again.undo() is None
+    take_back(resumed, files, 'the turn "And then?"', *turns[:n_loaded][::-1])
+    assert resumed.undo() is None
     files.close()
 
 
@@ -669,10 +669,10 @@ def test_archive_file_follows_its_session_on_save_rename_and_load(keep, tmp_path
     say(other, other_files, "And then?")
     assert names() == ["a", "a.1", "a.1.archive", "a.archive", "b", "b.archive", "moved", "moved.archive"]
     third = everything(other)
-    for path, want in (("a.1", second), ("a", third), ("moved", first)):
+    for path, expected in (("a.1", second), ("a", third), ("moved", first)):
         with_archive, its_files = keep(tmp_path / path)
         its_files.resume(tmp_path / path)
-        assert everything(with_archive) == want
+        assert everything(with_archive) == expected
         with_archive.writer.engine.close()
     # Undo the turn and the /load. The chat is `second` again, and its file is renamed from a.1 to a.
     for _ in range(2):
@@ -680,18 +680,18 @@ def test_archive_file_follows_its_session_on_save_rename_and_load(keep, tmp_path
         other_files.keep_session(undone=True)
         other_files.check()
     assert everything(other) == second
-    rest = ["b", "b.archive", "moved", "moved.archive"]
+    expected_names = ["b", "b.archive", "moved", "moved.archive"]
     # the chat that began with /load moves from a to a.2
-    assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
+    assert names() == ["a", "a.2", "a.2.archive", "a.archive", *expected_names]
     # start a new stream that has different tokens at the same positions
     other.remember("/reset")
     other.reset("Be brief.")
     for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):
         say(other, other_files, text)
     fourth = everything(other)
-    again, again_files = keep(tmp_path / "a")
-    again_files.resume(tmp_path / "a")
-    assert everything(again) == fourth
+    resumed, resumed_files = keep(tmp_path / "a")
+    resumed_files.resume(tmp_path / "a")
+    assert everything(resumed) == fourth
 
 
 def test_save_never_replaces_another_chat_without_confirmation(chat, tmp_path):
@@ -714,17 +714,17 @@ def copy_of(n):
 
 
 def test_undo_stack_drops_its_oldest_copies_first():
-    copies, given = UndoStack(), [copy_of(1) for _ in range(MAX_COPIES + 2)]
-    for i, file in enumerate(given):
+    copies, files = UndoStack(), [copy_of(1) for _ in range(MAX_COPIES + 2)]
+    for i, file in enumerate(files):
         copies.push(Mark(i, 0, 0, {"unread": []}))
         copies.push(Copy(str(i), file))
     # the mark before the oldest copy that is left belongs to the same stream
     assert len(copies) == 2 * MAX_COPIES
-    assert [file.closed for file in given] == [True] * 2 + [False] * MAX_COPIES
+    assert [file.closed for file in files] == [True] * 2 + [False] * MAX_COPIES
     assert copies.pop().command == str(MAX_COPIES + 1)
     copies.close()
-    assert [file.closed for file in given] == [True] * (MAX_COPIES + 1) + [False]
-    given[-1].close()
+    assert [file.closed for file in files] == [True] * (MAX_COPIES + 1) + [False]
+    files[-1].close()
 
 
 def test_full_disk_drops_older_undo_copies_and_leaves_no_gap(chat, monkeypatch):
@@ -736,7 +736,7 @@ def test_full_disk_drops_older_undo_copies_and_leaves_no_gap(chat, monkeypatch):
     plain, n_free = session.dump, 1
 
     def dump(file, *what):
-        if sum(isinstance(each, Copy) for each in talk.undo_stack._points) >= n_free:
+        if sum(isinstance(point, Copy) for point in talk.undo_stack._points) >= n_free:
             raise OSError("no space left")
         plain(file, *what)
 
@@ -789,8 +789,8 @@ def test_system_prompt_that_repeats_template_words_is_pinned_whole(real_chat, sy
     talk = real_chat(system=system)
     talk.pin_system()
     model = talk.writer.engine.model
-    wanted = [*model.tokenize("<|im_start|>", special=True), *model.tokenize(f"system\n{system}")]
-    assert talk.writer.engine.n_pinned == len(wanted)
+    expected = [*model.tokenize("<|im_start|>", special=True), *model.tokenize(f"system\n{system}")]
+    assert talk.writer.engine.n_pinned == len(expected)
 
 
 def _fails(path):
@@ -833,8 +833,8 @@ def test_cells_and_status_count_forgotten_tokens(chat, monkeypatch):
     engine = talk.writer.engine
     n_forgotten = engine.n_past - engine.n_kv
     assert n_forgotten > 0
-    held, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
-    line = f"{engine.n_past} tokens: {held} in the cache, {forgotten} forgotten · cache "
+    cached, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
+    line = f"{engine.n_past} tokens: {cached} in the cache, {forgotten} forgotten · cache "
     assert line in terminal.status()
     commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
@@ -852,9 +852,9 @@ def test_recall_reports_every_token_as_cached_or_archived(chat):
     "".join(talk.reply("Tell me a long story about the sea.", 60))
     engine, terminal = talk.writer.engine, Terminal(talk, None, "recall")
     terminal.console = Console(file=(out := io.StringIO()), width=100)
-    held, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
-    assert held + archived == 100
-    shares = f"{held:.1f} % in the cache, {archived:.1f} % archived, 0 % forgotten"
+    cached, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
+    assert cached + archived == 100
+    shares = f"{cached:.1f} % in the cache, {archived:.1f} % archived, 0 % forgotten"
     line = f"{engine.n_past} tokens: {shares} · cache "
     assert line in terminal.status()
     Commands(terminal).run("/stats")
@@ -862,8 +862,8 @@ def test_recall_reports_every_token_as_cached_or_archived(chat):
     # this chat has written no reply, so there is no speed to show
     assert "speed" not in out.getvalue()
     stats = " ".join(out.getvalue().split())
-    held = f"{engine.mean_live:.0f} tokens per row and {n_recalled} places for archived text"
-    assert f"in the cache {held}, at most 48 (--budget)" in stats
+    cached = f"{engine.mean_live:.0f} tokens per row and {n_recalled} places for archived text"
+    assert f"in the cache {cached}, at most 48 (--budget)" in stats
     assert f"archived {engine.n_archived} of at most" in stats
     assert f"context {engine.n_ctx:,} tokens (trained: {engine.model.n_ctx_train:,})" in stats
 
@@ -912,9 +912,9 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
         monkeypatch.setattr(
             talk, stopped, lambda *args: (signal.raise_signal(signal.SIGINT), plain(*args))[1]
         )
-        for text, n_said in (("Name a car.", 1), ("Name a boat.", 2), ("Name a car.", 3)):
+        for text, n_cancelled in (("Name a car.", 1), ("Name a boat.", 2), ("Name a car.", 3)):
             terminal.say(text, again=True)
-            assert out.getvalue().count("cancelled; the chat is as it was before") == n_said
+            assert out.getvalue().count("cancelled; the chat is as it was before") == n_cancelled
             assert (stream(talk), talk.messages) == (before, messages)
             assert terminal.last_typed == {"Name a car.": "@car.txt"}
             # the prompt offers an edited turn again, and sending it replaces the last turn
@@ -938,11 +938,11 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
 def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, policy, n_before):
     budget = 1024 if policy == "full" else 64
     talk, plain = (chat(policy, budget, "Be brief.") for _ in range(2))
-    asked = "Tell me a story of the sea, and of the keeper of a light. " * 4
+    prompt = "Tell me a story of the sea, and of the keeper of a light. " * 4
     for each in (talk, plain):
         for i in range(n_before):
             "".join(each.reply(f"Name a fruit of the sea, {i}.", 12))
-        "".join(each.reply(asked, 12))
+        "".join(each.reply(prompt, 12))
     engine, read = talk.writer.engine, []
     decode = engine.context.decode
     monkeypatch.setattr(
@@ -957,7 +957,7 @@ def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, p
         read.clear()
 
     before = talk.last_turn().before
-    for text in (asked, f"{asked}And then?", asked[:90], "Why?", asked):
+    for text in (prompt, f"{prompt}And then?", prompt[:90], "Why?", prompt):
         # as a reference, take the last turn back, and then read the other turn whole
         plain.undo_turn()
         plain.read_turn(text)
@@ -983,7 +983,7 @@ def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, p
             talk.writer.read(talk.writer.unread[:0])
             read.clear()
         assert len(talk.undo_stack) == n_before + 1
-    assert talk.undo_turn() == asked
+    assert talk.undo_turn() == prompt
     assert (stream(talk), engine.n_past) == (stream(plain)[: before.n_token], before.n_past)
 
 

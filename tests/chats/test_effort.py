@@ -13,8 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvtool.chats.effort import LEVELS, OFF, ON, Efforts
 from kvtool.chats.template import Template, _Generation
 from kvtool.errors import ModelError
-from tests.chats import published
-from tests.chats.published import WANT_FUNCTIONS, needs_published
+from tests.chats import published_templates
+from tests.chats.published_templates import WANT_FUNCTIONS, needs_published
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 HEADER = "{% if add_generation_prompt %}[assistant] %OPEN%{% endif %}"
@@ -43,7 +43,7 @@ LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
 
 
 @pytest.mark.parametrize(
-    ("template", "effort", "variables", "why"),
+    ("template", "effort", "variables", "reason"),
     [
         (SWITCHED, "off", {"enable_thinking": False}, None),
         (SWITCHED, "on", {"enable_thinking": True}, None),
@@ -66,8 +66,8 @@ LOW, HIGH = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
         (COUNTS, "off", {"thinking_budget": 0}, None),
     ],
 )  # fmt: skip
-def test_effort_sets_the_variables_that_the_template_reads(template, effort, variables, why):
-    assert Efforts.of(template).variables(effort) == (variables, why)
+def test_effort_sets_the_variables_that_the_template_reads(template, effort, variables, reason):
+    assert Efforts.of(template).variables(effort) == (variables, reason)
 
 
 def test_thinking_budget_reaches_a_template_that_reads_it():
@@ -77,9 +77,9 @@ def test_thinking_budget_reaches_a_template_that_reads_it():
 
 
 def test_template_variables_change_rendering_and_derived_properties():
-    off = SWITCHED.under({"enable_thinking": False})
+    without_thoughts = SWITCHED.under({"enable_thinking": False})
     assert SWITCHED.reply_start().endswith("[assistant] ")
-    assert off.reply_start().endswith("[assistant] <think></think>")
+    assert without_thoughts.reply_start().endswith("[assistant] <think></think>")
     assert (OPENS.opens_thought, OPENS.under({"thinking": False}).opens_thought) == (True, False)
     assert OPENS.under({"thinking": False}).under({}).opens_thought
     # a variable may have any JSON value, but it cannot override `messages` or `add_generation_prompt`
@@ -135,8 +135,8 @@ def with_jinja_alone(source):
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
 
-    def fail(why):
-        raise jinja2.TemplateError(why)
+    def fail(reason):
+        raise jinja2.TemplateError(reason)
 
     environment.globals.update(
         bos_token="<s>", eos_token="</s>", raise_exception=fail, strftime_now=lambda form: "today"
@@ -155,7 +155,7 @@ def with_jinja_alone(source):
 
 @needs_published
 def test_efforts_of_published_templates_match_their_variables():
-    sources = published.templates()
+    sources = published_templates.templates()
     assert len(sources) >= 68
     switches = {name: variable for variable, names in SWITCHES.items() for name in names}
     assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= sources.keys()
@@ -173,10 +173,10 @@ def test_efforts_of_published_templates_match_their_variables():
         assert tuple(efforts.levels) == levels, name
         assert all(values[variable] == level for level, values in efforts.levels.items()), name
         for effort in (OFF, ON, *LEVELS):
-            variables, why = efforts.variables(effort)
+            variables, reason = efforts.variables(effort)
             under = template.under(variables)
             assert under.render(USER) == rendered(**variables), (name, effort)
-            if effort == OFF and why is None:
+            if effort == OFF and reason is None:
                 assert not under.opens_thought, name
                 # with thinking off, the header must close a thought that it opens
                 start, end, _ = under.tags

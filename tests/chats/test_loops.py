@@ -12,10 +12,10 @@ import pytest
 from kvtool.chats import loops
 from kvtool.chats.loops import MAX_BLOCK, MIN_SIGNS, MIN_TIMES, MIN_TOKENS, Loop
 from kvtool.llama.loaded.model import Model
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import terminals
-from tests.serve.asking import message, request
-from tests.serve.serving import serving
+from tests.serve.http_requests import message, request
+from tests.serve.subprocess_server import start_server
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("docs/*.md", "lab/papers/*.md", "*.md", "*.txt", "kvtool/**/*.py", "kvtool/**/*.js")
@@ -69,7 +69,7 @@ def test_loop_equals_the_definition(monkeypatch):
         monkeypatch.setattr(loops, name, n)
         monkeypatch.setitem(globals(), name, n)
     rng = np.random.default_rng(3)
-    seen = []
+    has_loop = []
     for case in range(40):
         block = rng.integers(0, 3, rng.integers(1, 40))
         noise = rng.integers(0, 3, rng.integers(0, 50))
@@ -79,8 +79,8 @@ def test_loop_equals_the_definition(monkeypatch):
         letters = [(0, 1, 2), (1,), ()][case % 4 % 3]
         expected = by_definition(tokens, letters)
         assert looped(tokens, letters) == expected
-        seen.append(expected is not None)
-    assert 10 < sum(seen) < 36
+        has_loop.append(expected is not None)
+    assert 10 < sum(has_loop) < 36
 
 
 def test_ordinary_texts_are_not_loops(smollm2):
@@ -121,7 +121,7 @@ LINE = "stopped: the model wrote the same token 512 times; --stop-loops off lets
 
 def test_generate_stops_a_loop_and_reports_it_in_one_line(talker):
     def generate(*options):
-        return called("generate", "-m", talker, "-p", "hi", "-n", 600, *LOOPING, *options)
+        return run_kvtool("generate", "-m", talker, "-p", "hi", "-n", 600, *LOOPING, *options)
 
     done = generate()
     assert (done.returncode, done.stderr) == (0, LINE)
@@ -134,7 +134,7 @@ def test_generate_stops_a_loop_and_reports_it_in_one_line(talker):
 
 
 def test_chat_continues_after_a_stopped_loop(talker):
-    done = called("chat", "-m", talker, "--policy", "h2o", "-n", 600, *LOOPING, stdin="one\ntwo\n")
+    done = run_kvtool("chat", "-m", talker, "--policy", "h2o", "-n", 600, *LOOPING, stdin="one\ntwo\n")
     assert (done.returncode, done.stderr) == (0, 2 * LINE)
     assert [len(line) for line in done.stdout.splitlines()] == [512, 512]
 
@@ -155,7 +155,7 @@ def test_server_does_not_stop_loops_before_max_tokens(talker):
         "temperature": 0,
         "logit_bias": {"70": 100},
     }
-    with serving(talker, "--policy", "h2o") as server:
+    with start_server(talker, "--policy", "h2o") as server:
         status, answer = request(server.url, body)
     assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
     assert answer["usage"]["completion_tokens"] == 600

@@ -100,12 +100,12 @@ def test_pinning_keeps_all_tokens_and_pins_the_fewest_whole_tokens(engine):
     for n_pinned in range(len(TEXT) + 1):
         tokens = pin_prefix(engine, TEXT, n_pinned)
         assert tokens.tolist() == model.tokenize(TEXT, special=True, start=True).tolist()
-        wanted, shown = TEXT[:n_pinned].replace(" ", ""), []
+        expected, texts = TEXT[:n_pinned].replace(" ", ""), []
         for n in (engine.n_pinned - 1, engine.n_pinned):
-            shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
-        assert shown[1].startswith(wanted), n_pinned
+            texts.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
+        assert texts[1].startswith(expected), n_pinned
         # without the last pinned token, some of the first n_pinned characters of TEXT would not be pinned
-        assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " ", n_pinned
+        assert not n_pinned or len(texts[0]) < len(expected) or TEXT[n_pinned - 1] == " ", n_pinned
 
 
 def test_token_that_crosses_the_pinned_border_is_pinned_whole(engine):

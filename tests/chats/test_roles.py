@@ -14,10 +14,10 @@ from kvtool.serve.rendering import Rendering
 from kvtool.serve.tools.formats import HERMES, MISTRAL
 from kvtool.serve.tools.prompt import tools_text
 from tests import tiny
-from tests.held import PATIENCE_S
-from tests.serve.asking import check_messages as check
-from tests.serve.asking import check_tools
-from tests.serve.serving import serving
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.http_requests import check_messages as check
+from tests.serve.http_requests import check_tools
+from tests.serve.subprocess_server import start_server
 from tests.serve.test_serve_tools import CALLS, tool
 
 CHATML = (
@@ -267,11 +267,11 @@ def test_chat_with_tools_continues_if_the_template_lacks_system_and_tools(tmp_pa
     path = tmp_path / "gemma2.gguf"
     tiny.write_llama(path, chat_template=GEMMA2, n_ctx_train=4096)
     turns = [{"role": "system", "content": "Be brief."}, *chat_of("u")]
-    with serving(path, "--budget", "1024", "--temp", "0", "-n", "8") as server:
+    with start_server(path, "--budget", "1024", "--temp", "0", "-n", "8") as server:
         n_all = 0
         for more in ([CALL, RESULT], chat_of("su"), []):
             body = {"messages": turns, "tools": TOOLS}
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S).json()
             usage = answer["usage"]
             # earlier text is not read again
             assert usage["prompt_tokens_details"]["cached_tokens"] == n_all

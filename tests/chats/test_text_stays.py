@@ -16,10 +16,10 @@ from kvtool.chats.template import Template
 from kvtool.llama.loaded.model import Model
 from kvtool.serve.rendering import Rendering
 from tests import tiny
-from tests.cli.called import called
-from tests.held import PATIENCE_S
-from tests.serve.asking import check_messages, check_tools, message, request
-from tests.serve.serving import serving
+from tests.blocking_policy import TIMEOUT_S
+from tests.cli.in_process_command import run_kvtool
+from tests.serve.http_requests import check_messages, check_tools, message, request
+from tests.serve.subprocess_server import start_server
 
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATES = {
@@ -167,12 +167,12 @@ def test_text_between_two_markers_is_tokenized_as_one_plain_text(model, template
         end = next((match.start() for match in marker.finditer(after)), len(after))
         whole = template.render([message("user", text + more)])
         for start in (False, True):
-            wanted = [
+            expected = [
                 *model.tokenize(before[:begin], special=True, start=start),
                 *model.tokenize(before[begin:] + text + more + after[:end]),
                 *model.tokenize(after[end:], special=True),
             ]
-            assert tokens_of(model, whole, start=start).tolist() == wanted
+            assert tokens_of(model, whole, start=start).tolist() == expected
 
 
 @EACH_TEMPLATE
@@ -183,7 +183,7 @@ def test_long_chat_tokenized_in_parts_gives_the_same_tokens(model, template, mon
     sizes, tokenize = [], model.tokenize
     monkeypatch.setattr(marks, "_LONG", 50)
     monkeypatch.setattr(
-        model, "tokenize", lambda part, **how: sizes.append(len(part)) or tokenize(part, **how)
+        model, "tokenize", lambda part, **options: sizes.append(len(part)) or tokenize(part, **options)
     )
     assert [tokens_of(model, text, start=start).tolist() for start in (False, True)] == wholes
     assert max(sizes) < 200 < len(text)
@@ -193,7 +193,7 @@ def test_long_text_is_not_cut_at_markers_that_may_be_part_of_others(vocab, monke
     monkeypatch.setattr(marks, "_LONG", 1)
     control = ["<a>", "<b>", "(<b>)", "<c", "c>>>", "<d>>", "d<d>"]
     model = vocab(control=control)
-    assert [each for each in control if model.markers.separates(each)] == ["<a>", "(<b>)", "c>>>"]
+    assert [token for token in control if model.markers.separates(token)] == ["<a>", "(<b>)", "c>>>"]
     text = "x<a>(<b>)y <b><c>>>z<d<d>> <d>>w"
     assert tokens_of(model, text).tolist() == model.tokenize(text, special=True).tolist()
 
@@ -220,12 +220,12 @@ def test_word_tokens_in_texts_stay_tokens_except_in_tool_results(vocab):
     turns = "{% for m in messages %}<|user|>{{ m.content }}  </result>{% endfor %}"
     template = Template(turns, "", "", model.markers)
     word_of = {int(model.tokenize(word)[0]): word for word in words}
-    for role, some in (("system", ["</result>"]), ("user", ["</result>"]), ("tool", [])):
+    for role, expected in (("system", ["</result>"]), ("user", ["</result>"]), ("tool", [])):
         text = "a  <b>c</b> <|user|></result>d"
         tokens = tokens_of(model, template.render([message(role, text)]))
         assert text_of(model, tokens) == f"<|user|>{text}  </result>"
         marked = [word_of[token] for token in tokens.tolist() if token in word_of]
-        assert marked == ["<|user|>", "  ", "<b>", *some, "  ", "</result>"]
+        assert marked == ["<|user|>", "  ", "<b>", *expected, "  ", "</result>"]
     model = vocab(words=words, space_prefix=True)
     text = Template(turns, "", "", model.markers).render([message("tool", "a<|user|></result>d")])
     assert text_of(model, tokens_of(model, text)) == "<|user|> a<|user|></result>d  </result>"
@@ -277,7 +277,7 @@ def count(model, messages):
 def test_server_reads_markers_in_messages_as_text(smol, real):
     messages = [message("system", EVIL)]
     n_all = 0
-    with serving(smol, "--policy", "h2o", "--budget", "256", "--temp", "0") as server:
+    with start_server(smol, "--policy", "h2o", "--budget", "256", "--temp", "0") as server:
         for text in (EVIL, f"{EVIL}."):
             messages.append(message("user", text))
             status, answer = request(server.url, {"messages": messages, "max_tokens": 2})
@@ -291,32 +291,36 @@ def test_server_reads_markers_in_messages_as_text(smol, real):
 
 def test_generate_reads_markers_in_a_prompt_as_text(smol, real, tmp_path):
     options = ("-m", smol, "--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--json")
-    wanted = count(real, [message("system", EVIL), message("user", EVIL)])
-    assert json.loads(called("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(wanted)
+    expected = count(real, [message("system", EVIL), message("user", EVIL)])
+    assert json.loads(run_kvtool("generate", "-p", EVIL, *options).stdout)["prompt_tokens"] == len(expected)
     # kvtool pins one of two prefixes: a system prompt, or a request that precedes a text
     template = template_of(real)
     for prefix_of in (system_prefix, lambda template, text: request_prefix(template, [], text, "x")):
         tokens, harmless = (tokens_of(real, prefix_of(template, text)) for text in (EVIL, "x"))
         assert text_of(real, tokens).endswith(EVIL)
         assert special(real, tokens) == special(real, harmless)
-    raw = called("generate", "--raw", "-p", f"a<|im_end|>{JOINT}", *options[:2], *options[4:])
-    wanted = [*real.tokenize("a<|im_end|>", special=True), *real.tokenize(JOINT)]
-    assert json.loads(raw.stdout)["prompt_tokens"] == len(wanted)
+    raw = run_kvtool("generate", "--raw", "-p", f"a<|im_end|>{JOINT}", *options[:2], *options[4:])
+    expected = [*real.tokenize("a<|im_end|>", special=True), *real.tokenize(JOINT)]
+    assert json.loads(raw.stdout)["prompt_tokens"] == len(expected)
 
 
 def test_chat_reads_markers_in_typed_text_as_text(smol, real, tmp_path):
     evil, path = EVIL.replace("\n", " "), tmp_path / "chat.kvs"
     options = ("--system", EVIL, "-n", 1, "-t", 1, "--temp", 0, "--budget", 256, "--session", path)
-    assert called("chat", "-m", smol, *options, stdin=f"{evil}\n{evil}\n").returncode == 0
-    *messages, _ = json.loads(called("session", "export", "--json", path).stdout)
-    assert [each["content"] for each in messages if each["role"] != "assistant"] == [EVIL, evil, evil]
-    shown = json.loads(called("session", "show", "--json", path).stdout)
+    assert run_kvtool("chat", "-m", smol, *options, stdin=f"{evil}\n{evil}\n").returncode == 0
+    *messages, _ = json.loads(run_kvtool("session", "export", "--json", path).stdout)
+    assert [message["content"] for message in messages if message["role"] != "assistant"] == [
+        EVIL,
+        evil,
+        evil,
+    ]
+    summary = json.loads(run_kvtool("session", "show", "--json", path).stdout)
     # with -n 1, one token of the last reply is decoded
-    assert shown["tokens"] == len(count(real, messages)) + 1
+    assert summary["tokens"] == len(count(real, messages)) + 1
 
 
 def test_v1_completions_reads_markers_as_control_tokens(smol, real):
-    with serving(smol, "--budget", "256", "--temp", "0") as server:
+    with start_server(smol, "--budget", "256", "--temp", "0") as server:
         body = {"prompt": f"a{EVIL}", "max_tokens": 2}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S).json()
     assert answer["usage"]["prompt_tokens"] == len(real.tokenize(f"a{EVIL}", special=True))

@@ -27,8 +27,8 @@ DROPS = (
 KEEPS = DROPS.replace(".split('</think>')[-1].lstrip('\n')", "").replace("%OPEN%", "{# <think> #}")
 
 
-def parts(text, n, tags=THINK, **how):
-    splitter = Splitter(tags, **how)
+def parts(text, n, tags=THINK, **options):
+    splitter = Splitter(tags, **options)
     pieces = [text[i : i + n] for i in range(0, len(text), n)]
     texts = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
     return tuple("".join(text for is_thought, text in texts if is_thought is kind) for kind in (True, False))
@@ -36,7 +36,7 @@ def parts(text, n, tags=THINK, **how):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize(
-    ("text", "thought", "said"),
+    ("text", "thought", "answer"),
     [
         ("<think>one</think>two", "one", "two"),
         ("\n <think>\none </thin k></think>\n\ntwo", "\none </thin k>", "two"),
@@ -53,8 +53,8 @@ def parts(text, n, tags=THINK, **how):
         ("no tags", "", "no tags"),
     ],
 )
-def test_splitter_separates_thought_and_answer_for_any_piece_size(text, thought, said, n):
-    assert parts(text, n) == (thought, said)
+def test_splitter_separates_thought_and_answer_for_any_piece_size(text, thought, answer, n):
+    assert parts(text, n) == (thought, answer)
 
 
 def test_splitter_handles_a_thought_opened_by_the_reply_header():
@@ -78,7 +78,7 @@ HEADED = (
 
 @pytest.mark.parametrize("n", [1, 2, 7, 100])
 @pytest.mark.parametrize(
-    ("text", "thought", "said"),
+    ("text", "thought", "answer"),
     [
         (HEADERS.start + "one" + HEADERS.end + "two", "one", "two"),
         (HEADERS.plain + "two", "", "two"),
@@ -87,8 +87,8 @@ HEADED = (
         ("none", "", "none"),
     ],
 )
-def test_header_of_the_answer_is_not_part_of_the_answer(text, thought, said, n):
-    assert parts(text, n, tags=HEADERS) == (thought, said)
+def test_header_of_the_answer_is_not_part_of_the_answer(text, thought, answer, n):
+    assert parts(text, n, tags=HEADERS) == (thought, answer)
 
 
 def test_thought_tags_are_found_in_the_template_source():
@@ -129,9 +129,9 @@ def talk(model):
         return talks[-1]
 
     yield make
-    for each in talks:
-        each.close()
-        each.writer.engine.close()
+    for talk in talks:
+        talk.close()
+        talk.writer.engine.close()
 
 
 def says(talk, text):
@@ -149,27 +149,27 @@ def says(talk, text):
 @pytest.mark.parametrize(("opening", "policy"), [("", "full"), ("<think>\n", "h2o"), ("", "recall")])
 def test_later_turns_do_not_see_thoughts_that_the_template_drops(talk, opening, policy):
     budget = 512 if policy == "full" else 64
-    ours = talk(DROPS.replace("%OPEN%", opening), policy, budget)
-    theirs = talk(DROPS.replace("%OPEN%", ""), policy, budget)
+    thinking_chat = talk(DROPS.replace("%OPEN%", opening), policy, budget)
+    plain_chat = talk(DROPS.replace("%OPEN%", ""), policy, budget)
     thought = "They want a number. " * 6
     reply = ("" if opening else "<think>\n") + thought + "</think>\n\nIt is seven."
-    says(ours, reply)
-    assert "".join(ours.reply("Name a number.")) == reply
-    says(theirs, "It is seven.")
-    "".join(theirs.reply("Name a number."))
-    assert ours.messages[-1]["content"] == reply
-    # the thought is dropped: `ours` has the same tokens as `theirs`, whose reply had no thought
-    assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
-    again = f"{opening and 'Hm.</think>'}Yes."
-    for each, text in ((ours, again), (theirs, "Yes.")):
+    says(thinking_chat, reply)
+    assert "".join(thinking_chat.reply("Name a number.")) == reply
+    says(plain_chat, "It is seven.")
+    "".join(plain_chat.reply("Name a number."))
+    assert thinking_chat.messages[-1]["content"] == reply
+    # the thought is dropped: `thinking_chat` has the same tokens as `plain_chat`, whose reply had no thought
+    assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
+    second_reply = f"{opening and 'Hm.</think>'}Yes."
+    for each, text in ((thinking_chat, second_reply), (plain_chat, "Yes.")):
         says(each, text)
         assert "".join(each.reply("Are you sure?")) == text
-    assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
+    assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
 
 
 def test_sampler_history_has_each_token_once_after_thoughts_are_dropped(talk, monkeypatch):
-    ours, sampled = talk(DROPS.replace("%OPEN%", ""), "full", 512), []
-    model, sampler = ours.writer.engine.model, ours.writer.sampler
+    chat, sampled = talk(DROPS.replace("%OPEN%", ""), "full", 512), []
+    model, sampler = chat.writer.engine.model, chat.writer.sampler
 
     def sample(cache):
         sampler.recent.append(unsampled.pop(0))
@@ -179,43 +179,48 @@ def test_sampler_history_has_each_token_once_after_thoughts_are_dropped(talk, mo
     monkeypatch.setattr(sampler, "sample", sample)
     for reply in ("Seven.", "Yes."):
         unsampled = model.tokenize(f"<think>\nHm.</think>\n\n{reply}<|im_end|>", special=True).tolist()
-        "".join(ours.reply("And?"))
+        "".join(chat.reply("And?"))
     assert list(sampler.recent) == sampled
 
 
 def test_stopped_thought_is_dropped_from_the_next_turn(talk):
-    ours = talk(DROPS.replace("%OPEN%", ""), "h2o")
-    says(ours, "<think>\nlong and longer and longer</think>\n\nSeven.")
-    pieces = ours.reply("Name a number.")
+    chat = talk(DROPS.replace("%OPEN%", ""), "h2o")
+    says(chat, "<think>\nlong and longer and longer</think>\n\nSeven.")
+    pieces = chat.reply("Name a number.")
     for _ in range(6):
         next(pieces)
-    ours.writer.stop = True
+    chat.writer.stop = True
     list(pieces)
-    n = len(ours.writer.tokens)
-    says(ours, "Yes.")
-    assert "".join(ours.reply("And now?")) == "Yes."
-    assert "long" not in read(ours)
-    assert n < len(ours.writer.tokens)
+    n = len(chat.writer.tokens)
+    says(chat, "Yes.")
+    assert "".join(chat.reply("And now?")) == "Yes."
+    assert "long" not in read(chat)
+    assert n < len(chat.writer.tokens)
 
 
 def test_thoughts_in_control_token_tags_are_separated_and_dropped(talk):
-    ours, theirs = talk(HEADED, tags=HEADERS), talk(HEADED, tags=HEADERS)
+    thinking_chat, plain_chat = talk(HEADED, tags=HEADERS), talk(HEADED, tags=HEADERS)
     thought = "They want a number. " * 6
-    says(ours, HEADERS.start + thought + HEADERS.end + "It is seven.")
-    raw = "".join(ours.reply("Name a number."))
-    assert without_thought(raw, ours.splitter()) == "It is seven."
-    says(theirs, HEADERS.plain + "It is seven.")
-    assert without_thought("".join(theirs.reply("Name a number.")), theirs.splitter()) == "It is seven."
-    assert ours.messages == theirs.messages
-    assert ours.messages[-1]["content"] == "It is seven."
-    assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
+    says(thinking_chat, HEADERS.start + thought + HEADERS.end + "It is seven.")
+    raw = "".join(thinking_chat.reply("Name a number."))
+    assert without_thought(raw, thinking_chat.splitter()) == "It is seven."
+    says(plain_chat, HEADERS.plain + "It is seven.")
+    assert (
+        without_thought("".join(plain_chat.reply("Name a number.")), plain_chat.splitter()) == "It is seven."
+    )
+    assert thinking_chat.messages == plain_chat.messages
+    assert thinking_chat.messages[-1]["content"] == "It is seven."
+    assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
     # a reply that has no thought is not changed
-    again = HEADERS.plain + "Yes."
-    for each in (ours, theirs):
-        says(each, again)
+    second_reply = HEADERS.plain + "Yes."
+    for each in (thinking_chat, plain_chat):
+        says(each, second_reply)
         "".join(each.reply("Are you sure?"))
-    text = Template(HEADED, "", "").render(ours.messages, reply=False).removesuffix("<|im_end|>")
-    assert ours.writer.tokens.tolist() == ours.writer.engine.model.tokenize(text, special=True).tolist()
+    text = Template(HEADED, "", "").render(thinking_chat.messages, reply=False).removesuffix("<|im_end|>")
+    assert (
+        thinking_chat.writer.tokens.tolist()
+        == thinking_chat.writer.engine.model.tokenize(text, special=True).tolist()
+    )
 
 
 SWITCHED = DROPS.replace("%OPEN%", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
@@ -223,7 +228,7 @@ OPENED = DROPS.replace(
     "%OPEN%", "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
 )
 # this template renders an empty thought in earlier replies, and puts the effort into the prompt
-TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
+SHOWS_EFFORT = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
     "{{ m.content.split", "<think></think>{{ m.content.split"
 ).replace("%OPEN%", "<think>\n")
 
@@ -252,83 +257,83 @@ def read_afresh(talk):
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
-@pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD, SHOWS, HIDES, KEEPS])
+@pytest.mark.parametrize("source", [SWITCHED, OPENED, SHOWS_EFFORT, SHOWS, HIDES, KEEPS])
 def test_cache_equals_a_fresh_reading_of_the_chat_after_each_reply(talk, source, policy):
-    ours = talk(source, policy, 512 if policy == "full" else 64)
-    efforts = [None, "low", "high", None] if source is TOLD else [None, "off", "off", "on"]
-    efforts = efforts if source in (SWITCHED, OPENED, TOLD) else [None] * 3
+    chat = talk(source, policy, 512 if policy == "full" else 64)
+    efforts = [None, "low", "high", None] if source is SHOWS_EFFORT else [None, "off", "off", "on"]
+    efforts = efforts if source in (SWITCHED, OPENED, SHOWS_EFFORT) else [None] * 3
     for turn, effort in enumerate(efforts):
-        ours.set_effort(effort)
-        thinks, opens = effort != "off", ours.template.opens_thought
-        says(ours, thinks * ("" if opens else "<think>\n") + thinks * "Hm.\n</think>\n\n" + f"It is {turn}.")
-        pieces = "".join(ours.reply(f"And {turn}?"))
-        assert without_thought(pieces, ours.splitter()) == f"It is {turn}."
-        assert ours.writer.tokens.tolist() == read_afresh(ours)
+        chat.set_effort(effort)
+        thinks, opens = effort != "off", chat.template.opens_thought
+        says(chat, thinks * ("" if opens else "<think>\n") + thinks * "Hm.\n</think>\n\n" + f"It is {turn}.")
+        pieces = "".join(chat.reply(f"And {turn}?"))
+        assert without_thought(pieces, chat.splitter()) == f"It is {turn}."
+        assert chat.writer.tokens.tolist() == read_afresh(chat)
 
 
 def test_effort_that_changes_only_the_header_keeps_the_cache(talk):
-    ours = talk(OPENED)
-    says(ours, "Hm.\n</think>\n\nSeven.")
-    "".join(ours.reply("Name a number."))
-    before = ours.writer.tokens.tolist()
-    assert ours.splitter().had_thought
-    assert not ours.rereads("off")
-    ours.set_effort("off")
-    assert (ours.effort, ours.splitter().had_thought) == ("off", False)
-    assert ours.writer.tokens.tolist() == before
-    says(ours, "Yes.")
-    "".join(ours.reply("Sure?"))
-    assert ours.writer.tokens.tolist()[: len(before)] == before
+    chat = talk(OPENED)
+    says(chat, "Hm.\n</think>\n\nSeven.")
+    "".join(chat.reply("Name a number."))
+    before = chat.writer.tokens.tolist()
+    assert chat.splitter().had_thought
+    assert not chat.rereads("off")
+    chat.set_effort("off")
+    assert (chat.effort, chat.splitter().had_thought) == ("off", False)
+    assert chat.writer.tokens.tolist() == before
+    says(chat, "Yes.")
+    "".join(chat.reply("Sure?"))
+    assert chat.writer.tokens.tolist()[: len(before)] == before
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_effort_in_the_prompt_rereads_the_chat_and_can_be_undone(talk, policy):
-    ours = talk(TOLD, policy)
-    ours.undoable = True
-    says(ours, "Hm.</think>Seven.")
-    "".join(ours.reply("Name a number."))
-    before, template = ours.writer.tokens.tolist(), ours.template
-    assert ours.rereads("low")
-    assert ours.remember("/think low")
-    ours.set_effort("low")
+    chat = talk(SHOWS_EFFORT, policy)
+    chat.undoable = True
+    says(chat, "Hm.</think>Seven.")
+    "".join(chat.reply("Name a number."))
+    before, template = chat.writer.tokens.tolist(), chat.template
+    assert chat.rereads("low")
+    assert chat.remember("/think low")
+    chat.set_effort("low")
     # `set_effort` empties the cache, and the next message reads the chat again
-    assert ours.writer.engine.n_past == 0
-    says(ours, "Hm.</think>Yes.")
-    "".join(ours.reply("Sure?"))
-    assert "effort low." in read(ours)
-    assert ours.writer.tokens.tolist() == read_afresh(ours)
-    assert ours.undo().startswith("the turn")
-    assert (ours.undo(), ours.effort, ours.template.variables) == ("/think low", None, template.variables)
-    assert ours.writer.tokens.tolist() == before
+    assert chat.writer.engine.n_past == 0
+    says(chat, "Hm.</think>Yes.")
+    "".join(chat.reply("Sure?"))
+    assert "effort low." in read(chat)
+    assert chat.writer.tokens.tolist() == read_afresh(chat)
+    assert chat.undo().startswith("the turn")
+    assert (chat.undo(), chat.effort, chat.template.variables) == ("/think low", None, template.variables)
+    assert chat.writer.tokens.tolist() == before
 
 
 def test_unsupported_effort_is_refused_and_changes_nothing(talk):
-    ours = talk(OPENED)
-    ours.set_effort("off")
+    chat = talk(OPENED)
+    chat.set_effort("off")
     with pytest.raises(UsageError, match="think low: the model's chat template takes off and on"):
-        ours.set_effort("low")
+        chat.set_effort("low")
     with pytest.raises(UsageError, match="has no thinking to switch on"):
         talk(DROPS.replace("</think>", "</x>").replace("%OPEN%", "")).set_effort("high")
-    assert (ours.effort, ours.template.opens_thought) == ("off", False)
+    assert (chat.effort, chat.template.opens_thought) == ("off", False)
 
 
 def test_changed_effort_pins_the_changed_system_prompt(talk):
-    ours = talk(TOLD, budget=512)
-    ours.reset("Be brief.")
-    ours.pin_system()
-    engine = ours.writer.engine
+    chat = talk(SHOWS_EFFORT, budget=512)
+    chat.reset("Be brief.")
+    chat.pin_system()
+    engine = chat.writer.engine
     n, (low, medium) = engine.n_pinned, map(engine.model.tokenize, ("low", "medium"))
-    ours.set_effort("low")
+    chat.set_effort("low")
     assert engine.n_pinned == n + len(low) - len(medium)
-    ours.set_effort("high")
-    assert ours.writer.is_new
+    chat.set_effort("high")
+    assert chat.writer.is_new
 
 
 def test_each_line_of_a_transcript_shows_who_wrote_it():
     texts = {"system": "Be brief.\nBe kind.", "user": "Add these:\n\n3\n4", "assistant": "7\n\n> seven"}
     messages = [{"role": role, "content": text} for role, text in texts.items()]
-    wanted = "# Be brief.\n# Be kind.\n\n> Add these:\n> \n> 3\n> 4\n\n7\n\n> seven\n\n"
-    assert transcript(messages) == wanted
+    expected = "# Be brief.\n# Be kind.\n\n> Add these:\n> \n> 3\n> 4\n\n7\n\n> seven\n\n"
+    assert transcript(messages) == expected
 
 
 def test_transcript_shows_thoughts_between_tags_for_both_message_formats():

@@ -147,9 +147,13 @@ def check(folder, before, after):
     """
     sessions = stored(folder)
     for i, messages in enumerate(before):
-        wanted = [messages, *after[i : i + 1]]
+        candidates = [messages, *after[i : i + 1]]
         # a chat whose turns were all undone has no messages, so every session matches it
-        assert any(messages[: len(each)] == each for messages in sessions.values() for each in wanted), (
+        assert any(
+            messages[: len(candidate)] == candidate
+            for messages in sessions.values()
+            for candidate in candidates
+        ), (
             i,
             sessions,
         )
@@ -166,11 +170,15 @@ def run(model_path, folder, policy, step=1):
     check(folder / "whole", saved[-1], [])
     for n in range(1, n_call + 1, step):
         place = folder / f"killed-{n}"
-        code, seen = live(model, policy, place, n)
+        code, replies = live(model, policy, place, n)
         assert code == KILLED, f"call {n}"
-        assert seen == saved[: len(seen)], f"call {n}"
+        assert replies == saved[: len(replies)], f"call {n}"
         try:
-            check(place, seen[-1] if seen else [], saved[len(seen)] if len(seen) < len(saved) else [])
+            check(
+                place,
+                replies[-1] if replies else [],
+                saved[len(replies)] if len(replies) < len(saved) else [],
+            )
             if (place / NAME).exists():
                 messages = session.read_meta(place / NAME)["messages"]
                 assert go_on(model, policy, place) == messages

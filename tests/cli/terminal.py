@@ -18,8 +18,8 @@ from pathlib import Path
 import pyte
 
 from kvtool.chats import session
-from tests import forked
-from tests.held import PATIENCE_S
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 RUN = "from kvtool.__main__ import main; main()"
@@ -32,11 +32,12 @@ class Terminal:
     The test's screen has 2,000 rows, many more than the program is told. Therefore no line scrolls off.
 
     model: name or path; None for the default model.
-    own: True to make this the controlling terminal. The process then gets a SIGHUP when the terminal closes.
+    is_controlling: True to make this the controlling terminal. The process then gets a SIGHUP when the
+    terminal closes.
     raw: bytes that the program has written.
     """
 
-    def __init__(self, model, *options, own=True, env=None, columns=400, rows=50):
+    def __init__(self, model, *options, is_controlling=True, env=None, columns=400, rows=50):
         self.model = model
         self.master, slave = pty.openpty()
         self.resize(columns, rows)
@@ -51,8 +52,10 @@ class Terminal:
         command += ["-m", str(model)] if model else []
         # this terminal does not answer requests for the cursor's position
         environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | (env or {})
-        prepare = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0) if own else forked.deaf
-        self.process = forked.Popen(
+        prepare = (
+            partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0) if is_controlling else fork_server.ignore_sighup
+        )
+        self.process = fork_server.Popen(
             [*command, *map(str, options)],
             cwd=ROOT,
             start_new_session=True,
@@ -75,7 +78,7 @@ class Terminal:
         return "".join(row[x].data for x in range(max(row, default=-1) + 1))
 
     @property
-    def seen(self):
+    def unread_text(self):
         return self.text[self._at :]
 
     def resize(self, columns, rows):
@@ -90,9 +93,12 @@ class Terminal:
         pressing: keys to type after each half second without output.
         """
         self._read_until(
-            lambda: self.seen.endswith(words) if words == PROMPT else words in self.seen, pressing
+            lambda: self.unread_text.endswith(words) if words == PROMPT else words in self.unread_text,
+            pressing,
         )
-        before, _, _ = self.seen.rpartition(words) if words == PROMPT else self.seen.partition(words)
+        before, _, _ = (
+            self.unread_text.rpartition(words) if words == PROMPT else self.unread_text.partition(words)
+        )
         self._at += len(before) + len(words)
         return before
 
@@ -102,7 +108,7 @@ class Terminal:
         self._at = len(self.text)
 
     def _read_until(self, is_there, pressing=""):
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + TIMEOUT_S
         while not is_there():
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
@@ -124,24 +130,24 @@ class Terminal:
 
     def say(self, line):
         """Type a line at a prompt and wait for the next prompt; return the text between them."""
-        at = len(self.text)
+        offset = len(self.text)
         self.type(line)
         self.type("\r")
         # the terminal shows the typed line first
-        self._read_until(lambda: self.text[at:].endswith(PROMPT))
-        shown = self.text[at:]
+        self._read_until(lambda: self.text[offset:].endswith(PROMPT))
+        output = self.text[offset:]
         self._at = len(self.text)
         width = self._screen.columns
         typed = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
         n_line = (2 + len(typed)) // width + 1
-        return "\n".join(shown.split("\n")[n_line:]).removesuffix("> ").strip()
+        return "\n".join(output.split("\n")[n_line:]).removesuffix("> ").strip()
 
     def ended(self, pressing):
         """Type a key every half second until the program has ended. Return the program's exit code.
 
         One key is not enough, because it is lost if it arrives before the prompt reads the keyboard.
         """
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + TIMEOUT_S
         while self.process.poll() is None:
             assert time.monotonic() < end, self.text[-2000:]
             with suppress(OSError):
@@ -153,7 +159,7 @@ class Terminal:
     def leave(self):
         """Type /exit and wait for the end of the program."""
         self.type("/exit\r")
-        assert self.process.wait(PATIENCE_S) == 0
+        assert self.process.wait(TIMEOUT_S) == 0
 
     def kill(self):
         self.process.kill()
@@ -174,9 +180,9 @@ def terminals(model, *options, env=None):
     """Yield a function that starts a chat and waits for its prompt. Its arguments are further options."""
     with ExitStack() as stack:
 
-        def start(*more, **how):
-            how["env"] = (env or {}) | how.get("env", {})
-            chat = stack.enter_context(closing(Terminal(model, *options, *more, **how)))
+        def start(*more, **kwargs):
+            kwargs["env"] = (env or {}) | kwargs.get("env", {})
+            chat = stack.enter_context(closing(Terminal(model, *options, *more, **kwargs)))
             chat.wait_for(PROMPT)
             return chat
 

@@ -22,7 +22,7 @@ from kvtool.chats.writer import Writer
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama.sampler import Sampler
 from kvtool.policies.h2o import H2O
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,8 +58,8 @@ def test_first_example_of_python_docs_streams_a_reply(run, capsys):
     assert engine.n_kv <= 96 < engine.n_past
     engine.reset()
     writer = Writer(engine, Sampler(engine.model))
-    again = Conversation(writer, template_of(engine.model), "You are a patient teacher.")
-    pieces = list(again.reply("What is a tide?", 24))
+    repeated = Conversation(writer, template_of(engine.model), "You are a patient teacher.")
+    pieces = list(repeated.reply("What is a tide?", 24))
     assert len(pieces) > 20
     assert reply.startswith("".join(pieces))
 
@@ -68,10 +68,10 @@ def test_examples_of_python_docs_run_and_print_true_numbers(run, capsys):
     code = blocks("docs/python.md")[1:]
     names = run(code[0])
     engine = names["engine"]
-    written = capsys.readouterr().out
+    output = capsys.readouterr().out
     # the last tokens depend on the CPU, so only the length of the text is checked
     assert engine.n_past > engine.policy.budget
-    assert len(engine.model.tokenize(written)) > engine.policy.budget - 16
+    assert len(engine.model.tokenize(output)) > engine.policy.budget - 16
     run(code[1])
     lines = capsys.readouterr().out.splitlines()
     share = names["share"]
@@ -96,7 +96,9 @@ def test_generate_continues_the_stream_of_the_last_call(smollm2, monkeypatch):
     with closing(load_model(smollm2)) as model:
         starts, tokenize = [], model.tokenize
         monkeypatch.setattr(
-            model, "tokenize", lambda text, **how: starts.append(how.get("start")) or tokenize(text, **how)
+            model,
+            "tokenize",
+            lambda text, **options: starts.append(options.get("start")) or tokenize(text, **options),
         )
         with_one = Settings(n_threads=1, n_batch=64)
         engine = kvtool.Engine(model, load_policy("local", 64), with_one)
@@ -129,7 +131,7 @@ def test_cells_equal_a_plain_count_over_the_rows(tiny_model, name, positions):
     with open_engine(tiny_model(), POLICIES[name], positions=positions) as engine:
         empty = engine.cells()
         assert (empty.n_past, empty.pos.shape, empty.share().tolist()) == (0, (4, 0), [])
-        for part in np.array_split(text(210), 3):
+        for part in np.array_split(random_tokens(210), 3):
             engine.read(part)
             cells = engine.cells()
             assert cells.n_past == engine.n_past
@@ -139,19 +141,19 @@ def test_cells_equal_a_plain_count_over_the_rows(tiny_model, name, positions):
             for row, n in enumerate(engine.rows.live.tolist()):
                 # (position in the stream, position for RoPE, index of the cell) of each token, oldest first
                 pos, rot = engine.rows.pos[row].tolist(), engine.rows.rot[row].tolist()
-                want = sorted((pos[cell], rot[cell], cell) for cell in range(n))
+                expected = sorted((pos[cell], rot[cell], cell) for cell in range(n))
                 arrays = (cells.pos, cells.rot, cells.cell)
-                assert [tuple(int(array[row, i]) for array in arrays) for i in range(n)] == want
+                assert [tuple(int(array[row, i]) for array in arrays) for i in range(n)] == expected
                 assert (cells.pos[row, n:] == -1).all()
                 assert (cells.rot[row, n:] == -1).all()
-                assert np.flatnonzero(cells.held()[row]).tolist() == [pos for pos, _, _ in want]
+                assert np.flatnonzero(cells.held()[row]).tolist() == [pos for pos, _, _ in expected]
             assert cells.share().tolist() == cells.held().mean(axis=0).tolist()
         assert len(set(cells.live.tolist())) > 1 or not engine.policy.ragged
         assert (cells.rot != cells.pos).any() == (positions == "in-cache")
         arrays = [cells.layer, cells.head, cells.live, cells.pos, cells.rot, cells.cell]
         assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
         before = [array.tolist() for array in arrays]
-        engine.read(text(32, seed=2))
+        engine.read(random_tokens(32, seed=2))
         # the arrays are copies: later tokens do not change them
         assert [array.tolist() for array in arrays] == before
 
@@ -188,7 +190,7 @@ def test_load_policy_takes_values_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "pattern"),
     [
         ({"whole": "7"}, "whole must be a whole number, got '7'"),
         ({"whole": 7.0}, "whole must be a whole number, got 7.0"),
@@ -204,8 +206,8 @@ def test_load_policy_takes_values_as_they_are():
         ({"other": 1}, "there is no parameter 'other' .*; its parameters: window"),
     ],
 )
-def test_load_policy_checks_the_types_of_values(value, said):
-    with pytest.raises(UsageError, match=f"^Mine: {said}"):
+def test_load_policy_checks_the_types_of_values(value, pattern):
+    with pytest.raises(UsageError, match=f"^Mine: {pattern}"):
         load_policy(Mine, 64, **value)
 
 
@@ -220,7 +222,7 @@ def test_load_policy_takes_a_path_and_a_class(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "pattern"),
     [
         (lambda: load_policy("h3o", 64), "unknown policy 'h3o'. Did you mean h2o"),
         (lambda: load_policy("h2o", 64, window="many"), "h2o: window must be a whole number, got 'many'"),
@@ -235,19 +237,19 @@ def test_load_policy_takes_a_path_and_a_class(tmp_path):
         (lambda: Settings(flash="yes"), "flash must be on, off or auto, got 'yes'"),
     ],
 )
-def test_invalid_values_raise_usage_error(wrong, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_raise_usage_error(wrong, pattern):
+    with pytest.raises(UsageError, match=pattern):
         wrong()
 
 
 @pytest.mark.parametrize("n_max", [-5, 2.5, "3"])
 def test_invalid_n_max_is_refused_before_anything_is_read(talker, n_max):
-    said = re.escape(f"n_max must be a whole number of at least -1 (no limit), got {n_max!r}")
+    pattern = re.escape(f"n_max must be a whole number of at least -1 (no limit), got {n_max!r}")
     model = kvtool.Model(talker)
     with closing(model), closing(kvtool.Engine(model, load_policy("local", 64))) as engine:
         chat = kvtool.chat(engine)
         for write in (lambda: kvtool.generate(engine, "One", n_max), lambda: chat.reply("One", n_max)):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=pattern):
                 next(write())
         assert engine.n_past == 0
         assert next(chat.reply("One", -1))
@@ -258,11 +260,11 @@ def test_use_after_close_raises_usage_error(tiny_model, first):
     model = kvtool.Model(tiny_model())
     engine = kvtool.Engine(model, load_policy("local", 64), Settings(n_threads=1))
     sampler = Sampler(model)
-    engine.read(text(8))
+    engine.read(random_tokens(8))
     (engine if first == "engine" else model).close()
     ways = [
-        lambda: engine.read(text(1)),
-        lambda: engine.read(text(80)),
+        lambda: engine.read(random_tokens(1)),
+        lambda: engine.read(random_tokens(80)),
         lambda: dict(engine.save()),
         lambda: engine.rewind(0),
         lambda: engine.rewind(8),

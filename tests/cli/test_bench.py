@@ -21,7 +21,7 @@ from kvtool.engine.settings import Settings
 from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench, depths, machine
 from kvtool.system.cpu import cpu_name
-from tests.cli.called import called, one_line
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import kvtool
 
 ROWS = ["full, flash off", "full, flash on", "full, q8_0, flash on", "recall, 64", "h2o, 64"]
@@ -59,7 +59,9 @@ def words_of(docstring):
 def test_bench_prints_a_row_per_configuration_and_depth(whole, model):
     assert whole.returncode == 0, whole.stderr
     rows = read(whole.stdout)
-    assert [(row["what"], row["depth"]) for row in rows] == [(way, n) for n in (64, 2048) for way in ROWS]
+    assert [(row["what"], row["depth"]) for row in rows] == [
+        (config, n) for n in (64, 2048) for config in ROWS
+    ]
     documented = words_of(bench.Row.record.__doc__)
     assert len(documented) == 16
     assert all(row.keys() == documented | {"model", "machine"} for row in rows)
@@ -76,7 +78,7 @@ def test_bench_prints_a_row_per_configuration_and_depth(whole, model):
 
 def test_bytes_equal_the_sizes_of_the_caches(whole):
     rows = {(row["what"], row["depth"]): row for row in read(whole.stdout)}
-    full, _, quantized = (rows[way, 64]["device_bytes"] for way in ROWS[:3])
+    full, _, quantized = (rows[config, 64]["device_bytes"] for config in ROWS[:3])
     # a block of 32 numbers has 34 bytes in q8_0 and 64 in f16
     assert quantized == full * 34 // 64
     for row in rows.values():
@@ -138,7 +140,7 @@ def test_table_says_if_device_memory_is_unknown(whole, is_known):
 
 
 def test_row_says_if_memory_is_too_small(loaded, monkeypatch):
-    rows = [bench.sized(way, 256, 64) for way in bench.cache_configs({"recall": 64})]
+    rows = [bench.sized(config, 256, 64) for config in bench.cache_configs({"recall": 64})]
     monkeypatch.setattr(bench, "free_bytes", lambda: 2000)
     benchmark = bench.Bench(loaded, Settings(n_batch=64), rows, rounds=1, row_s=1.0)
     assert list(benchmark.measure()) == rows
@@ -228,8 +230,10 @@ def test_lengthened_stream_continues_like_a_read_stream(loaded, name):
     ],
 )
 def test_bad_arguments_get_one_line_and_their_exit_code(arguments, code, words, model, tmp_path):
-    done = called("bench", *(model if each == "MODEL" else each for each in arguments), cwd=tmp_path)
-    one_line(done, code, words)
+    done = run_kvtool(
+        "bench", *(model if argument == "MODEL" else argument for argument in arguments), cwd=tmp_path
+    )
+    assert_one_line(done, code, words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -244,7 +248,7 @@ def test_interrupted_run_prints_the_measured_rows(model, monkeypatch, number):
 
     monkeypatch.setattr(bench.Bench, "_round", interrupted)
     options = "-m", model, "-t", 1, "--budget", 64, "-b", 64
-    done = called("bench", *options, "--depths", "64,128", "--rounds", 1, "--json")
+    done = run_kvtool("bench", *options, "--depths", "64,128", "--rounds", 1, "--json")
     assert done.returncode == 128 + number
     assert [row["what"] for row in read(done.stdout)] == ROWS[:2]
     assert done.stderr.split("\n")[-3:-1] == [

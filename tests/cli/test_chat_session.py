@@ -24,11 +24,11 @@ from kvtool.chats.writer import Writer
 from kvtool.llama.cache.segment import CLUSTERS
 from kvtool.llama.libllama.devices import has_gpu
 from kvtool.llama.loaded.model import Model
-from tests import forked, tiny
-from tests.cli.called import KEEPS, called, one_line, uncut
+from tests import fork_server, tiny
+from tests.blocking_policy import TIMEOUT_S
+from tests.cli.in_process_command import RECALL_LINE, assert_one_line, drop_cut_lines, run_kvtool
 from tests.cli.test_cli import KVTOOL
-from tests.held import PATIENCE_S
-from tests.serve.serving import ONE_THREAD
+from tests.serve.subprocess_server import ONE_THREAD
 
 OTHER_TEMPLATE = tiny.CHAT_TEMPLATE.replace("[e]", "[end]")
 
@@ -43,14 +43,14 @@ def talk(chat_model, tmp_path):
     """
 
     def run(turns, *options, session="chat.kvs", **kwargs):
-        done = forked.run(
+        done = fork_server.run(
             _command(chat_model, tmp_path / session, *options),
             input="".join(f"{turn}\n" for turn in turns),
             encoding="utf-8",
             errors="replace",
             **kwargs,
         )
-        return uncut(done)
+        return drop_cut_lines(done)
 
     return run
 
@@ -69,7 +69,7 @@ RECALL = ["--policy", "recall", *FIRST[2:]]
 
 
 def of_session(*arguments):
-    done = called("session", *arguments)
+    done = run_kvtool("session", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -88,23 +88,23 @@ def test_resumed_chat_gives_the_same_replies_as_an_uninterrupted_chat(
     first = ["--policy", policy, "--budget", "96", *sampling.split()]
     ends = share_of((1, 6, 10, 14), (1, 9, 17, 24))
     assert talk(TURNS[: ends[-1]], *first, session="whole").returncode == 0
-    for at, end in pairwise((0, *ends)):
-        done = talk(TURNS[at:end], *([] if at else first))
+    for begin, end in pairwise((0, *ends)):
+        done = talk(TURNS[begin:end], *([] if begin else first))
         assert done.returncode == 0
-        assert re.fullmatch(KEEPS if policy == "recall" else "", done.stderr)
+        assert re.fullmatch(RECALL_LINE if policy == "recall" else "", done.stderr)
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
-    shown = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
+    summary = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
     # the chat is longer than the context (512), but its cells do not exceed the budget (96)
-    assert shown["tokens"] > 512
-    assert shown["cells"] <= 96
-    assert shown["turns"] == ends[-1]
+    assert summary["tokens"] > 512
+    assert summary["cells"] <= 96
+    assert summary["turns"] == ends[-1]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_kill_at_any_file_operation_loses_no_chat(talker, tmp_path, share_of, policy):
     # kill at every eighth call, or at every call with --long
     step = 8 // share_of(1, 8)
-    done = forked.run(
+    done = fork_server.run(
         [sys.executable, "-m", "tests.cli.killed_chats", str(talker), str(tmp_path), str(step), policy],
         env=os.environ | ONE_THREAD,
     )
@@ -123,7 +123,7 @@ def test_repeated_kills_lose_no_saved_turn(chat_model, tmp_path, share_of, optio
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
-            chat = forked.Popen(
+            chat = fork_server.Popen(
                 _command(chat_model, path, *([] if saved else options)),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
@@ -135,8 +135,8 @@ def test_repeated_kills_lose_no_saved_turn(chat_model, tmp_path, share_of, optio
         if n_kill % 5:
             # Kill the chat while it reads, writes or saves. The test first waits for output, so that slow
             # machines have time to reply.
-            n_said = rng.randint(1, 80)
-            while len(output) < n_said and (part := chat.stdout.read(n_said - len(output))):
+            n_bytes = rng.randint(1, 80)
+            while len(output) < n_bytes and (part := chat.stdout.read(n_bytes - len(output))):
                 output += part
             time.sleep(rng.uniform(0, 0.1))
         else:
@@ -152,7 +152,7 @@ def test_repeated_kills_lose_no_saved_turn(chat_model, tmp_path, share_of, optio
     assert len(saved) > 0.8 * n
     # Let another chat take the same turns without a kill. It takes one turn more than was saved, because the
     # last kill may have interrupted a reply.
-    done = forked.run(
+    done = fork_server.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
         text=False,
@@ -176,10 +176,10 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
     same_name.parent.mkdir()
     shutil.copy(other_model, same_name)
 
-    again = f"read its text again with `--reread {path} --session NEW.kv`\n"
+    advice = f"read its text again with `--reread {path} --session NEW.kv`\n"
 
     def out(*flags):
-        return f"; leave out {' and '.join(flags)} to continue it, or {again}"
+        return f"; leave out {' and '.join(flags)} to continue it, or {advice}"
 
     for options, word in (
         (["--policy", "tova"], "--policy h2o; it cannot continue with --policy tova" + out("--policy")),
@@ -197,21 +197,21 @@ def test_options_that_contradict_a_session_are_refused_and_leave_it_unchanged(ch
             "--positions auto; it cannot continue with --positions original" + out("--positions"),
         ),
     ):
-        done = called(*_words(chat_model, path, *options), stdin=f"{TURNS[2]}\n")
-        one_line(done, 9, word)
+        done = run_kvtool(*_words(chat_model, path, *options), stdin=f"{TURNS[2]}\n")
+        assert_one_line(done, 9, word)
         assert done.stderr.startswith(f"kvtool: {path} was started with ")
         assert path.read_bytes() == before
-    done = called(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
-    one_line(done, 9, f"another system prompt; leave --system out, or {again.replace('its', 'the')}")
+    done = run_kvtool(*_words(chat_model, path, "--system", "Be brief."), stdin=f"{TURNS[2]}\n")
+    assert_one_line(done, 9, f"another system prompt; leave --system out, or {advice.replace('its', 'the')}")
     assert path.read_bytes() == before
     # Without -m, kvtool finds the model of the session itself. If another file has replaced the model, the
     # error can name no option to leave out.
-    own = shutil.copy(chat_model, tmp_path / "own.gguf")
-    assert called(*_words(own, tmp_path / "own.kv", *FIRST), stdin="one\n").returncode == 0
-    shutil.copy(other_model, own)
-    done = called("chat", "--session", tmp_path / "own.kv", stdin="two\n")
-    one_line(done, 9, "own.gguf of SHA-256 ")
-    assert done.stderr.endswith(f"; {again.replace('chat.kvs', 'own.kv')}")
+    model_copy = shutil.copy(chat_model, tmp_path / "own.gguf")
+    assert run_kvtool(*_words(model_copy, tmp_path / "own.kv", *FIRST), stdin="one\n").returncode == 0
+    shutil.copy(other_model, model_copy)
+    done = run_kvtool("chat", "--session", tmp_path / "own.kv", stdin="two\n")
+    assert_one_line(done, 9, "own.gguf of SHA-256 ")
+    assert done.stderr.endswith(f"; {advice.replace('chat.kvs', 'own.kv')}")
     # options that change only the sampling may differ
     assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
 
@@ -224,12 +224,14 @@ def test_reread_chat_begins_with_the_rendered_text_of_another_session(chat_model
     other_model = tmp_path / "other.gguf"
     tiny.write_llama(other_model, chat_template=OTHER_TEMPLATE, n_ctx_train=2048, seed=1)
     words = _words(other_model, new, "--reread", old, *options)
-    assert called(*words).returncode == 0
+    assert run_kvtool(*words).returncode == 0
     # the session is written before the first turn
     assert exported(new) == text
-    again = called(*words, stdin=f"{TURNS[4]}\n")
-    one_line(again, 2, f"{new} holds a chat; leave out --reread to continue it, or name a new file\n")
-    assert called("chat", "--session", new, stdin=f"{TURNS[4]}\n").returncode == 0
+    resumed = run_kvtool(*words, stdin=f"{TURNS[4]}\n")
+    assert_one_line(
+        resumed, 2, f"{new} holds a chat; leave out --reread to continue it, or name a new file\n"
+    )
+    assert run_kvtool("chat", "--session", new, stdin=f"{TURNS[4]}\n").returncode == 0
     assert exported(new)[:-2] == text
     meta, arrays = session.read(new)
     assert meta["system"] == "Be brief."
@@ -243,18 +245,18 @@ def test_reread_chat_begins_with_the_rendered_text_of_another_session(chat_model
 def test_reread_takes_the_model_of_the_session_and_a_typed_system_prompt(chat_model, talk, tmp_path):
     talk(TURNS[:1], *FIRST, "--system", "Be brief.")
     old, new = tmp_path / "chat.kvs", tmp_path / "new.kvs"
-    done = called("chat", "--session", new, "--reread", old, "--system", "Be long.", "-t", 1)
+    done = run_kvtool("chat", "--session", new, "--reread", old, "--system", "Be long.", "-t", 1)
     assert done.returncode == 0, done.stderr
     assert session.read_meta(new)["options"]["model"] == str(chat_model)
     assert exported(new) == [{"role": "system", "content": "Be long."}, *exported(old)[1:]]
     # an empty system prompt removes the old one
     none = tmp_path / "none.kvs"
-    assert called("chat", "--session", none, "--reread", old, "--system", " ", "-t", 1).returncode == 0
+    assert run_kvtool("chat", "--session", none, "--reread", old, "--system", " ", "-t", 1).returncode == 0
     assert exported(none) == exported(old)[1:]
-    one_line(
-        called("chat", "--session", old, "--system", "", "-t", 1), 9, "has another system prompt; leave "
+    assert_one_line(
+        run_kvtool("chat", "--session", old, "--system", "", "-t", 1), 9, "has another system prompt; leave "
     )
-    assert called("chat", "--session", none, "--system", "", "-t", 1).returncode == 0
+    assert run_kvtool("chat", "--session", none, "--system", "", "-t", 1).returncode == 0
 
 
 def test_reread_takes_an_exported_chat(chat_model, tmp_path):
@@ -266,7 +268,7 @@ def test_reread_takes_an_exported_chat(chat_model, tmp_path):
         {"role": "assistant", "content": "Yes."},
     ]
     words = ("chat", "-m", chat_model, "-t", 1, "--session", new, "--reread", path)
-    refused = f"{path} is neither a session nor a JSON list of messages, each with role and content; "
+    message = f"{path} is neither a session nor a JSON list of messages, each with role and content; "
     for wrong in (
         '["One?"]',
         "[" * 9999,
@@ -274,13 +276,13 @@ def test_reread_takes_an_exported_chat(chat_model, tmp_path):
         json.dumps([{**chat[2], "tool_calls": [{"id": "c1"}]}]),
     ):
         path.write_text(wrong)
-        one_line(called(*words), 9, refused)
+        assert_one_line(run_kvtool(*words), 9, message)
     exported_as = "the output of `kvtool session export --json`; name such a file\n"
     for wrong in ('{"messages": []}', "user: One?\n", ""):
         path.write_text(wrong)
-        one_line(called(*words), 9, f"{path} is neither a session nor {exported_as}")
+        assert_one_line(run_kvtool(*words), 9, f"{path} is neither a session nor {exported_as}")
     path.write_text(json.dumps([*chat, chat[1], {**chat[2], "tool_calls": [call]}], indent=1))
-    assert called(*words).returncode == 0
+    assert run_kvtool(*words).returncode == 0
     assert exported(new)[:4] == [*chat, chat[1]]
     assert '{"name": "add", "arguments": {}}' in exported(new)[4]["content"]
     assert session.read_meta(new)["options"]["model"] == str(chat_model)
@@ -293,15 +295,18 @@ def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_
     full = (
         "does not fit in the cache (100) and `full` never evicts; use --policy recall or a larger --ctx-size"
     )
-    one_line(called(*words, "--policy", "full", "-c", 100, stdin="five\n"), 5, full)
+    assert_one_line(run_kvtool(*words, "--policy", "full", "-c", 100, stdin="five\n"), 5, full)
     # the context cannot be longer than the model was trained for
-    short, own = tmp_path / "short.gguf", ("--budget", 64, "--positions", "original")
+    short, original_positions = tmp_path / "short.gguf", ("--budget", 64, "--positions", "original")
     tiny.write_llama(short, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=100)
     for options, advice in (
         (("--policy", "full"), "use --policy recall or leave out --reread\n"),
-        (("--policy", "h2o", *own), "choose --positions auto or in-cache, or leave out --reread\n"),
+        (
+            ("--policy", "h2o", *original_positions),
+            "choose --positions auto or in-cache, or leave out --reread\n",
+        ),
     ):
-        one_line(called(*words, "-m", short, *options, stdin="five\n"), 5, advice)
+        assert_one_line(run_kvtool(*words, "-m", short, *options, stdin="five\n"), 5, advice)
     short.unlink()
     read = Writer.read
 
@@ -310,7 +315,7 @@ def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_
         return read(writer, tokens)
 
     monkeypatch.setattr(Writer, "read", stopped)
-    done = called(*words, *FIRST, stdin="five\n")
+    done = run_kvtool(*words, *FIRST, stdin="five\n")
     assert (done.returncode, done.stdout) == (130, "")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -318,7 +323,7 @@ def test_reread_that_is_stopped_or_refused_writes_nothing(chat_model, talk, tmp_
 def test_refusal_names_the_context_if_it_sets_the_budget(talk):
     assert talk(TURNS[:1], "--policy", "full", "-c", 200).returncode == 0
     words = "--ctx-size 200; it cannot continue with --ctx-size 250; leave out --ctx-size to continue it, or"
-    one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} read its text again with ")
+    assert_one_line(talk(TURNS[:1], "-c", 250), 9, f"was started with {words} read its text again with ")
 
 
 @pytest.mark.parametrize(
@@ -342,10 +347,10 @@ def test_full_session_advises_a_new_session(talk, tmp_path, options, advice):
     # nothing is saved yet, so other options work
     assert first.stderr.endswith(f"; {advice}\n")
     assert talk(TURNS[:1], *options).returncode == 0
-    refused = talk([long])
-    assert (first.returncode, refused.returncode) == (6, 6)
-    again = f"`--reread {path} --session NEW.kv` reads this chat's text again\n"
-    assert refused.stderr.endswith(f"; {advice}, in a new session: {again}")
+    done = talk([long])
+    assert (first.returncode, done.returncode) == (6, 6)
+    reread_advice = f"`--reread {path} --session NEW.kv` reads this chat's text again\n"
+    assert done.stderr.endswith(f"; {advice}, in a new session: {reread_advice}")
 
 
 def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_path):
@@ -355,10 +360,10 @@ def test_damaged_session_gets_one_line_and_its_text_can_be_exported(talk, tmp_pa
     data = bytearray(path.read_bytes())
     data[-1000] ^= 1
     path.write_bytes(data)
-    one_line(talk(TURNS[2:3]), 9, "is damaged")
+    assert_one_line(talk(TURNS[2:3]), 9, "is damaged")
     assert path.read_bytes() == data
     named = shutil.copy(path, tmp_path / "a b.kvs")
-    one_line(
+    assert_one_line(
         talk(TURNS[2:3], session="a b.kvs"), 9, f"--reread '{named}' --session NEW.kv` reads its text again\n"
     )
     assert exported(path) == text
@@ -374,10 +379,10 @@ def test_show_says_that_a_file_is_damaged(talk, tmp_path, n_cut):
     data = bytearray(path.read_bytes())
     data[-1000] ^= 1
     path.write_bytes(data[: -n_cut if n_cut else None])
-    done = called("session", "show", path)
+    done = run_kvtool("session", "show", path)
     # the command still prints the values that it can read from the damaged file
     assert re.search(r"^turns +2 *$", done.stdout, re.M), done.stdout
-    one_line(done, 9, f"kvtool: {path} is damaged and its chat cannot continue; ", prints=True)
+    assert_one_line(done, 9, f"kvtool: {path} is damaged and its chat cannot continue; ", prints=True)
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
@@ -386,11 +391,11 @@ def test_undamaged_messages_can_be_exported_if_the_text_is_damaged(talk, tmp_pat
     path = tmp_path / "chat.kvs"
     data = path.read_bytes()
     path.write_bytes(data.replace(TURNS[1].encode() + b'"', TURNS[1].encode() + b"#", 1))
-    done = called("session", "export", path, *flags)
+    done = run_kvtool("session", "export", path, *flags)
     assert TURNS[0] in done.stdout
     assert TURNS[1] not in done.stdout
     line = f"kvtool: {path} is damaged, and so is its text; messages may be missing or have wrong characters"
-    one_line(done, 9, line, prints=True)
+    assert_one_line(done, 9, line, prints=True)
 
 
 def test_session_truncated_within_its_text_is_reported(talk, tmp_path):
@@ -400,7 +405,7 @@ def test_session_truncated_within_its_text_is_reported(talk, tmp_path):
     path.write_bytes(path.read_bytes()[:200])
     for command in ("show", "export"):
         line = f"kvtool: {path} is truncated, and so is its text; restore a copy, or name another file\n"
-        one_line(called("session", command, path), 9, line)
+        assert_one_line(run_kvtool("session", command, path), 9, line)
 
 
 def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path):
@@ -412,18 +417,18 @@ def test_session_show_prints_readable_names_and_json_stable_keys(talk, tmp_path)
         *("file", "size", "saved", "kvtool", "llama_cpp", "model", "model_sha256", "policy", "parameters"),
         *("turns", "tokens", "cells", "kv_bytes", "archived", "archive_bytes", "system", "problem"),
     ]
-    shown = of_session("show", path)
-    names = re.findall(r"^(\S+(?: \S+)*)  ", shown, re.M)
+    output = of_session("show", path)
+    names = re.findall(r"^(\S+(?: \S+)*)  ", output, re.M)
     assert names == [
         *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
         *("tokens so far", "cells", "cache", "system prompt"),
     ]
     assert record["system"] == system
-    assert re.search(r"^system prompt +Be \[b\]brief\[/b\]\. And kind, and very pat\u2026 *$", shown, re.M)
-    assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", shown, re.M)
-    assert re.search(r"^eviction +every 12 tokens *$", shown, re.M)
+    assert re.search(r"^system prompt +Be \[b\]brief\[/b\]\. And kind, and very pat\u2026 *$", output, re.M)
+    assert re.search(rf"^cells +{record['cells']:.0f} of 96 per row *$", output, re.M)
+    assert re.search(r"^eviction +every 12 tokens *$", output, re.M)
     # the policy's line omits budget and eviction, which have their own lines
-    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", shown, re.M)
+    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", output, re.M)
 
 
 def test_turn_with_recall_appends_only_new_data_to_the_archive(talk, tmp_path):
@@ -442,8 +447,8 @@ def test_turn_with_recall_appends_only_new_data_to_the_archive(talk, tmp_path):
     n_more = len(data) - archive_file._N_FIRST - n_bytes
     assert saved[CLUSTERS][:, 3].sum() <= n_more < 0.01 * len(data)
     assert path.stat().st_size - before[2] < 0.1 * len(data)
-    shown = json.loads(of_session("show", "--json", path))
-    assert shown["size"] == len(data) + path.stat().st_size
+    summary = json.loads(of_session("show", "--json", path))
+    assert summary["size"] == len(data) + path.stat().st_size
     assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.kvs", "chat.kvs.archive"]
 
 
@@ -461,18 +466,18 @@ def test_unreadable_archive_gets_one_line_and_the_text_can_be_exported(talk, tmp
     else:
         talk(TURNS[:6], *RECALL, session="other")
         (tmp_path / "other.archive").rename(archive)
-    one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
+    assert_one_line(talk(TURNS[6:7]), 9, f"{archive} {what}, and the chat in {path} cannot continue")
     named = shutil.copy(path, tmp_path / "a b.kvs")
     if what == "is missing":
-        one_line(
+        assert_one_line(
             talk(TURNS[6:7], session="a b.kvs"), 9, f"`kvtool chat --reread '{named}' --session NEW.kv`\n"
         )
     assert path.read_bytes() == before
     assert exported(path) == text
-    shown = called("session", "show", "--json", path)
-    assert shown.returncode == 9
-    assert json.loads(shown.stdout)["turns"] == 6
-    assert f"{archive} {what}" in json.loads(shown.stdout)["problem"]
+    done = run_kvtool("session", "show", "--json", path)
+    assert done.returncode == 9
+    assert json.loads(done.stdout)["turns"] == 6
+    assert f"{archive} {what}" in json.loads(done.stdout)["problem"]
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty file"])
@@ -484,7 +489,7 @@ def test_archive_of_a_moved_session_is_renamed_and_still_usable(talk, tmp_path, 
         path.touch()
     done = talk(TURNS[:2], *RECALL)
     line = "chat.kvs.archive belonged to another chat; it is now chat.kvs.1.archive"
-    assert re.fullmatch(rf"{KEEPS}{line}\n", done.stderr)
+    assert re.fullmatch(rf"{RECALL_LINE}{line}\n", done.stderr)
     (tmp_path / "moved").rename(tmp_path / "chat.kvs.1")
     for name, n in (("chat.kvs", 2), ("chat.kvs.1", 12)):
         assert talk(TURNS[n : n + 1], session=name).returncode == 0
@@ -530,12 +535,12 @@ def test_session_without_chat_values_is_refused_and_not_replaced(chat_model, tal
         _with_meta(path, json.dumps(changed).encode())
         before = path.read_bytes()
         for command in commands:
-            done = called(*command, stdin="hello\n")
-            one_line(done, 9, "chat.kvs lacks values of a chat", prints="export" in command)
+            done = run_kvtool(*command, stdin="hello\n")
+            assert_one_line(done, 9, "chat.kvs lacks values of a chat", prints="export" in command)
         assert path.read_bytes() == before
     _with_meta(path, b"[" * 100_000)
     for command in commands:
-        one_line(called(*command, stdin="hello\n"), 9, "chat.kvs has no text that kvtool can read")
+        assert_one_line(run_kvtool(*command, stdin="hello\n"), 9, "chat.kvs has no text that kvtool can read")
 
 
 def test_session_stores_clusters_and_continues_if_they_are_missing(talk, tmp_path):
@@ -544,32 +549,32 @@ def test_session_stores_clusters_and_continues_if_they_are_missing(talk, tmp_pat
         talk(TURNS, *RECALL, *clusters, session=name)
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     data, before, text = archive.read_bytes(), path.read_bytes(), exported(path)
-    (_, _, _, n_bytes, at), *_ = session.read(path)[1][CLUSTERS].tolist()
-    for n in (at, at + n_bytes - 1):
+    (_, _, _, n_bytes, offset), *_ = session.read(path)[1][CLUSTERS].tolist()
+    for n in (offset, offset + n_bytes - 1):
         archive.write_bytes(data[:n] + bytes([data[n] ^ 16]) + data[n + 1 :])
-        one_line(talk(TURNS[:1]), 9, f"{archive} is damaged, and the chat in {path} cannot continue")
+        assert_one_line(talk(TURNS[:1]), 9, f"{archive} is damaged, and the chat in {path} cannot continue")
         assert (path.read_bytes(), exported(path)) == (before, text)
     archive.write_bytes(data)
     with path.open("rb") as file:
         meta, arrays = session._load(file, "it")
-    session.write(path, meta, [each for each in arrays.items() if not each[0].startswith(CLUSTERS)])
+    session.write(path, meta, [item for item in arrays.items() if not item[0].startswith(CLUSTERS)])
     for name in ("chat.kvs", "whole"):
         done = talk(TURNS[:9], session=name)
         assert done.returncode == 0
-        assert re.fullmatch(KEEPS, done.stderr)
+        assert re.fullmatch(RECALL_LINE, done.stderr)
     assert exported(path) == exported(tmp_path / "whole")
     assert CLUSTERS in session.read(path)[1]
 
 
 def test_second_chat_on_the_same_session_is_refused(chat_model, talk, tmp_path):
-    chat = forked.Popen(
+    chat = fork_server.Popen(
         _command(chat_model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     chat.stdin.write(b"hello\n")
     chat.stdin.flush()
     assert chat.stdout.readline()
-    one_line(talk(TURNS[:1]), 9, "in use by another chat")
-    chat.communicate(b"bye\n", timeout=PATIENCE_S)
+    assert_one_line(talk(TURNS[:1]), 9, "in use by another chat")
+    chat.communicate(b"bye\n", timeout=TIMEOUT_S)
     assert chat.returncode == 0
     assert len(exported(tmp_path / "chat.kvs")) == 4
     assert talk(TURNS[:1]).returncode == 0
@@ -583,7 +588,7 @@ def test_full_disk_keeps_the_last_saved_session(talk, tmp_path):
     limit = len(before) // 2
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     done = talk(TURNS[1:3], preexec_fn=full)
-    one_line(done, 9, "the last saved version is still there", prints=True)
+    assert_one_line(done, 9, "the last saved version is still there", prints=True)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
 
@@ -597,7 +602,7 @@ def test_full_disk_keeps_the_last_saved_session_and_archive(talk, tmp_path):
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (len(before[1]) + 99, resource.RLIM_INFINITY))
     done = talk(TURNS[6:8], preexec_fn=full)
     assert done.returncode == 9
-    assert re.fullmatch(KEEPS + r"kvtool: cannot write [^\n]+\n", done.stderr)
+    assert re.fullmatch(RECALL_LINE + r"kvtool: cannot write [^\n]+\n", done.stderr)
     assert f"cannot write {archive}: File too large; the last saved version is still there" in done.stderr
     assert (path.read_bytes(), archive.read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2
@@ -605,16 +610,16 @@ def test_full_disk_keeps_the_last_saved_session_and_archive(talk, tmp_path):
 
 
 def test_unwritable_session_is_refused_before_the_chat(talk):
-    one_line(talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs"), 9)
+    assert_one_line(talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs"), 9)
 
 
 def test_the_transcript_is_appended(talk, tmp_path):
     path = tmp_path / "said.txt"
     for turns in (TURNS[:2], TURNS[2:3]):
         assert talk(turns, *FIRST, "--transcript", path).returncode == 0
-    shown = of_session("export", tmp_path / "chat.kvs")
-    assert path.read_bytes().decode().replace("\r\n", "\n") == shown
-    assert shown.count("> line") == 3
+    transcript = of_session("export", tmp_path / "chat.kvs")
+    assert path.read_bytes().decode().replace("\r\n", "\n") == transcript
+    assert transcript.count("> line") == 3
 
 
 def test_chat_keeps_the_archive_type_of_its_session(talk, tmp_path):
@@ -652,29 +657,29 @@ def test_chat_keeps_the_archive_type_of_its_session(talk, tmp_path):
 
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("name", ["chat.kvs.archive", "chat.kvs.archive.next"])
-@pytest.mark.parametrize("own", [RECALL, ("--policy", "h2o", "--budget", "64")], ids=["recall", "h2o"])
+@pytest.mark.parametrize("options", [RECALL, ("--policy", "h2o", "--budget", "64")], ids=["recall", "h2o"])
 def test_foreign_file_at_the_archives_path_is_refused_before_the_first_turn(
-    talk, tmp_path, is_new, name, own
+    talk, tmp_path, is_new, name, options
 ):
     path, archive = tmp_path / "chat.kvs", tmp_path / name
     line = f"{name} is not an archive of kvtool; rename it, or name another session"
     if not is_new:
-        talk(TURNS[:3], *own)
+        talk(TURNS[:3], *options)
         before = path.read_bytes()
         assert archive.exists() == (name == "chat.kvs.archive")
         archive.unlink(missing_ok=True)
     archive.mkdir()
-    one_line(talk(TURNS[3:4], *own), 9, line)
+    assert_one_line(talk(TURNS[3:4], *options), 9, line)
     archive.rmdir()
     archive.write_bytes(b"my own file")
-    one_line(talk(TURNS[3:4], *own), 9, line)
+    assert_one_line(talk(TURNS[3:4], *options), 9, line)
     assert archive.read_bytes() == b"my own file"
     assert path.exists() != is_new
     assert is_new or path.read_bytes() == before
-    if "h2o" in own:
+    if "h2o" in options:
         # the chat continues even without its checkpoints
         archive.rename(tmp_path / "mine")
-        assert talk(TURNS[3:4], *own).returncode == 0
+        assert talk(TURNS[3:4], *options).returncode == 0
         assert session.read_meta(path)["n_turn"] == (1 if is_new else 4)
 
 
@@ -701,4 +706,4 @@ def test_file_without_read_permission_is_reported_as_no_session(monkeypatch, tmp
     (tmp_path / "chat.kv").write_text("no session")
     # root may read all files, so the test replaces the check of permissions
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
-    one_line(called(*command, tmp_path / "chat.kv"), 9, "chat.kv is not a kvtool session")
+    assert_one_line(run_kvtool(*command, tmp_path / "chat.kv"), 9, "chat.kv is not a kvtool session")

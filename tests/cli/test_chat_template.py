@@ -8,9 +8,9 @@ import pytest
 
 from kvtool.chats import session
 from tests import tiny
-from tests.cli.called import called, one_line
-from tests.serve.asking import message
-from tests.serve.here import here
+from tests.cli.in_process_command import assert_one_line, run_kvtool
+from tests.serve.http_requests import message
+from tests.serve.in_process_server import serve_in_process
 
 _MEND = "correct the file, or leave out --chat-template\n"
 
@@ -27,11 +27,11 @@ def bare(tmp_path_factory):
 def template(tmp_path):
     """template(source): write a template to a file, and return the file's path."""
 
-    def written(source, name="template.jinja"):
+    def write(source, name="template.jinja"):
         (tmp_path / name).write_text(source)
         return tmp_path / name
 
-    return written
+    return write
 
 
 @pytest.mark.parametrize("flag", ["--chat-template", "--chat-template-file"])
@@ -40,15 +40,15 @@ def test_template_of_a_file_lets_a_model_without_a_template_chat(bare, template,
     path = template(tiny.CHAT_TEMPLATE)
     for command, stdin in ((["chat"], "Hello\n"), (["generate", "Hello", "--json"], "")):
         advice = "bare.gguf has no chat template; --chat-template FILE sets one, and kvtool generate"
-        one_line(called(*command, *words, stdin=stdin), 3, advice)
-        assert called(*command, *words, flag, path, stdin=stdin).returncode == 0
+        assert_one_line(run_kvtool(*command, *words, stdin=stdin), 3, advice)
+        assert run_kvtool(*command, *words, flag, path, stdin=stdin).returncode == 0
     n = [
-        json.loads(called("generate", "Hello", "--json", *words, flag, of).stdout)["prompt_tokens"]
+        json.loads(run_kvtool("generate", "Hello", "--json", *words, flag, of).stdout)["prompt_tokens"]
         for of in (path, template(tiny.CHAT_TEMPLATE.replace("[a]", "[a]!!!"), "other.jinja"))
     ]
     assert n[1] == n[0] + 3
-    done = called("generate", "Hello", "--raw", *words, flag, path)
-    one_line(done, 2, "--chat-template is for the chat template, which --raw leaves out")
+    done = run_kvtool("generate", "Hello", "--raw", *words, flag, path)
+    assert_one_line(done, 2, "--chat-template is for the chat template, which --raw leaves out")
 
 
 @pytest.mark.parametrize(
@@ -67,29 +67,31 @@ def test_unusable_template_is_refused_when_it_is_read(
     bare, template, tmp_path, command, source, exit_code, words
 ):
     path = tmp_path / "template.jinja" if source is None else template(source)
-    done = called(command, "-m", bare, "-t", 1, "--chat-template", path, stdin="Hello\n")
-    one_line(done, exit_code, words)
+    done = run_kvtool(command, "-m", bare, "-t", 1, "--chat-template", path, stdin="Hello\n")
+    assert_one_line(done, exit_code, words)
 
 
 def test_session_keeps_its_template_and_refuses_another(bare, template, tmp_path, monkeypatch):
-    path, kept = tmp_path / "talk.kv", template(tiny.CHAT_TEMPLATE)
+    path, template_path = tmp_path / "talk.kv", template(tiny.CHAT_TEMPLATE)
     command = ["chat", "-m", bare, "-n", 3, "-t", 1, "--policy", "h2o", "--session", path]
     monkeypatch.chdir(tmp_path)
-    assert called(*command, "--chat-template", kept.name, stdin="One\n").returncode == 0
-    assert called(*command, stdin="Two\n").returncode == 0
-    assert session.read_meta(path)["options"]["chat_template"] == str(kept)
+    assert run_kvtool(*command, "--chat-template", template_path.name, stdin="One\n").returncode == 0
+    assert run_kvtool(*command, stdin="Two\n").returncode == 0
+    assert session.read_meta(path)["options"]["chat_template"] == str(template_path)
     other = template(tiny.CHAT_TEMPLATE + "\n{# changed #}", "other.jinja")
-    done = called(*command, "--chat-template", other, stdin="Three\n")
-    one_line(done, 9, "leave out --chat-template to continue it, or read its text again")
-    kept.write_text(other.read_text())
-    one_line(called(*command, stdin="Three\n"), 9, "talk.kv was started with --chat-template of SHA-256 ")
+    done = run_kvtool(*command, "--chat-template", other, stdin="Three\n")
+    assert_one_line(done, 9, "leave out --chat-template to continue it, or read its text again")
+    template_path.write_text(other.read_text())
+    assert_one_line(
+        run_kvtool(*command, stdin="Three\n"), 9, "talk.kv was started with --chat-template of SHA-256 "
+    )
 
 
 def test_server_renders_chats_with_the_template_of_a_file(bare, template):
     source = tiny.CHAT_TEMPLATE.replace("[a]", "[a]!!!")
-    with here(bare, policy="h2o", chat_template=str(template(source))) as server:
+    with serve_in_process(bare, policy="h2o", chat_template=str(template(source))) as server:
         assert server.ask("/props", method="GET").json()["chat_template"] == source
         server.chat([message("user", "Hello")])
-    with here(bare, policy="h2o") as server:
+    with serve_in_process(bare, policy="h2o") as server:
         answer = server.ask("/v1/chat/completions", {"messages": [message("user", "Hello")]})
         assert "serve with --chat-template FILE" in answer.json()["error"]["message"]

@@ -118,8 +118,8 @@ def test_help_lists_all_commands_and_the_limits_of_undo(terminal):
     for each in (*(f"{command.usage} {command.help}" for command in SLASHES), KEYS):
         assert each in text
     text = " ".join(chat.say("/help more").split())
-    for each in NOTES:
-        assert each in text
+    for note in NOTES:
+        assert note in text
     assert f"up to {MAX_COPIES} changes" in text
     chat.leave()
 
@@ -203,8 +203,8 @@ def test_session_keeps_the_previous_chat_until_the_next_reply(terminal, chat_kv,
     assert f"{chat_kv} holds the previous chat until the next reply; {undo} takes this back" in message
     chat.kill() if end == "killed" else chat.leave()
     assert user_messages(chat_kv) == FOUR
-    again = terminal("--session", chat_kv)
-    assert "continuing after 4 turns" in again.text
+    resumed = terminal("--session", chat_kv)
+    assert "continuing after 4 turns" in resumed.text
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -279,8 +279,8 @@ def test_session_without_turns_is_announced_as_a_new_chat(terminal, tmp_path):
     assert "the chat has no turns" in chat.say("/undo")
     assert chat.say("/retry") == "the chat has no turns"
     chat.leave()
-    again = terminal("--session", path)
-    for each in (chat, again):
+    resumed = terminal("--session", path)
+    for each in (chat, resumed):
         assert f"\na new chat, saved in {path}\n" in each.text
 
 
@@ -311,10 +311,10 @@ def test_turns_of_a_loaded_chat_can_be_replaced_and_taken_back(terminal, chat_kv
     chat.leave()
     # the marks of the loaded chat are saved, but not those of the chat before it
     for saved in (path, tmp_path / "saved.kv"):
-        again = terminal("--session", saved)
+        resumed = terminal("--session", saved)
         undone = 'took back 4 changes, the oldest of them the turn "turn 0"; the chat has no turns'
-        assert again.say("/undo 4") == undone
-        again.leave()
+        assert resumed.say("/undo 4") == undone
+        resumed.leave()
 
 
 def test_reread_session_is_shown_saved_and_continued(terminal, chat_kv, tmp_path):

@@ -25,9 +25,9 @@ from kvtool.cli.chat import screen
 from kvtool.cli.chat import terminal as loop
 from kvtool.cli.chat.input import Prompt, _Completer, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
-from tests.cli.called import called
+from tests.blocking_policy import TIMEOUT_S, BlockingPolicy, until
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import Terminal, terminals, user_messages
-from tests.held import PATIENCE_S, Held, until
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
@@ -111,9 +111,9 @@ def test_at_sign_and_name_are_replaced_by_the_file(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(InputError, match=r"empty.txt is empty; it must be a text"):
         with_files("Explain @empty.txt")
-    seen = []
-    with_files('@x.py @someone @"a b.txt"', lambda path, text: seen.append((path.name, text)))
-    assert seen == [("x.py", "print(1)"), ("a b.txt", "two\nlines")]
+    files = []
+    with_files('@x.py @someone @"a b.txt"', lambda path, text: files.append((path.name, text)))
+    assert files == [("x.py", "print(1)"), ("a b.txt", "two\nlines")]
     (tmp_path / "z.bin").write_bytes(b"abc\xff")
     with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
         with_files("@z.bin")
@@ -193,7 +193,7 @@ def test_ctrl_c_swallows_no_key_while_text_is_selected():
 
 
 @pytest.mark.parametrize(
-    ("typed", "shown"),
+    ("typed", "expected"),
     [
         ("look @my", {'@"my dir/', '@"my file.txt"'}),
         ('look @"my d', {'@"my dir/'}),
@@ -210,7 +210,7 @@ def test_ctrl_c_swallows_no_key_while_text_is_selected():
         ("/load my dir/", {"my dir/other.kv"}),
     ],
 )
-def test_tab_completes_names_with_blanks_folders_and_sessions(tmp_path, monkeypatch, typed, shown):
+def test_tab_completes_names_with_blanks_folders_and_sessions(tmp_path, monkeypatch, typed, expected):
     monkeypatch.chdir(tmp_path)
     for folder in ("my dir", "folder"):
         (tmp_path / folder).mkdir()
@@ -221,7 +221,7 @@ def test_tab_completes_names_with_blanks_folders_and_sessions(tmp_path, monkeypa
     (tmp_path / "talk.kv.lock").touch()
     (tmp_path / "my link").symlink_to("nothing")
     completions = _Completer({"/load": None}).get_completions(Document(typed), CompleteEvent())
-    assert {completion.text for completion in completions} == shown
+    assert {completion.text for completion in completions} == expected
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_pasted_or_quoted_lines_are_sent_as_one_turn(terminal, tmp_path):
     chat.until(f"nothing was sent\n\n> @{path}")
     # after Ctrl-C, the next text can be typed at once
     chat.type("\x03/bye\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
     assert user_messages(path) == [
         *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "/help is text here\nreally"),
         *("/usr/lib/foo.c:12: error: x\nwhat does that mean?", "/usr/bin", "nine: what the file says"),
@@ -303,18 +303,18 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     chat.leave()
     path = tmp_path / "kvtool" / "chat-history"
     assert path.stat().st_mode & 0o077 == 0
-    again = terminal("--session", tmp_path / "chat.kv")
-    again.type(UP)
-    again.until("\n> /exit")
-    again.type(UP)
-    again.until("\n> the first thing")
-    again.say("")
+    resumed = terminal("--session", tmp_path / "chat.kv")
+    resumed.type(UP)
+    resumed.until("\n> /exit")
+    resumed.type(UP)
+    resumed.until("\n> the first thing")
+    resumed.say("")
     # after a search, Enter accepts the line, and a second Enter sends it
-    again.type("\x12first")
-    again.until("first thing")
-    again.type("\r")
-    again.say("")
-    again.kill()
+    resumed.type("\x12first")
+    resumed.until("first thing")
+    resumed.type("\r")
+    resumed.say("")
+    resumed.kill()
     assert user_messages(tmp_path / "chat.kv") == ["the first thing"] * 2
 
 
@@ -328,15 +328,15 @@ def test_chat_works_without_a_folder_for_its_history(terminal, tmp_path, state):
 
 
 def test_ctrl_c_while_a_turn_is_read_undoes_the_turn(terminal, tmp_path):
-    path, held = tmp_path / "chat.kv", Held(tmp_path)
-    chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
+    path, blocking = tmp_path / "chat.kv", BlockingPolicy(tmp_path)
+    chat = terminal("--session", path, "-b", 16, "--policy", blocking.policy)
     before = chat.say("hello").split("\n")[-1]
     # the text is so long that most of it is read after the first eviction
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
     chat.wait_for("reading")
-    held.wait()
+    blocking.wait()
     chat.type("\x03")
-    held.go()
+    blocking.go()
     chat.until("cancelled; the chat is as it was before\n\n> ")
     assert user_messages(path) == ["hello"]
     assert f"tokens so far {before.split()[0]} " in " ".join(chat.say("/stats").split())
@@ -363,13 +363,13 @@ POLICY = Busy
 
 
 def test_ctrl_c_shows_stopping_before_the_step_ends(terminal, tmp_path):
-    fifo, there = tmp_path / "fifo", tmp_path / "there"
+    fifo, started = tmp_path / "fifo", tmp_path / "there"
     os.mkfifo(fifo)
-    (tmp_path / "busy.py").write_text(BUSY.format(fifo=str(fifo), there=str(there)))
+    (tmp_path / "busy.py").write_text(BUSY.format(fifo=str(fifo), there=str(started)))
     chat = terminal("-b", 16, "--policy", tmp_path / "busy.py")
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
     chat.wait_for("reading")
-    until(there.exists)
+    until(started.exists)
     chat.type("\x03")
     try:
         chat.until("stopping")
@@ -398,7 +398,7 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
     assert "/undo takes a number" in chat.say("/undo x")
     # /edit-last shows the last turn at the prompt. The turn stays in the chat until another turn is sent.
     notice = "\nthe last turn is unchanged\n"
-    for leaving, shown in (
+    for leaving, expected in (
         ("\x03", f"> one{notice}\n> "),
         ("\x15\r", f"\n>{notice}\n> "),
         ("\x15/x\r", f"> /x{notice}there is no command '/x'; /help lists them\n\n> /x"),
@@ -406,7 +406,7 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
         chat.type("/edit-last\r")
         chat.wait_for("press Ctrl-C to keep it\n\n> one")
         chat.type(leaving)
-        chat.until(shown)
+        chat.until(expected)
         assert user_messages(path) == ["one"]
     chat.type("\x15/edit-last\r")
     chat.wait_for("\n> one")
@@ -480,7 +480,7 @@ def test_text_typed_ahead_is_dropped_if_the_prompt_offers_a_line(terminal, tmp_p
     chat.say("two")
     # The next prompts are empty, so lines that were typed ahead are read and not dropped.
     chat.type("three\r/exit\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
     assert user_messages(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
 
 
@@ -510,37 +510,37 @@ def test_set_refuses_start_options_and_suggests_similar_settings(terminal):
     assert chat.say("/set budget 1024") == f"budget {start} --budget 1024`"
     assert chat.say("/set num_ctx") == f"num_ctx {start} --ctx-size`"
     assert chat.say("/set -t 4") == f"-t {start} --threads 4`"
-    for given in ("a b.gguf", '"a b.gguf"'):
-        assert chat.say(f"/set model {given}") == f"model {start} --model 'a b.gguf'`"
+    for value in ("a b.gguf", '"a b.gguf"'):
+        assert chat.say(f"/set model {value}") == f"model {start} --model 'a b.gguf'`"
     assert chat.say("/set system x") == "/system TEXT starts over with another system prompt"
     for wrong, right in (("temprature", "temp"), ("num_predikt", "n"), ("topp", "top_p")):
-        shown = chat.say(f"/set {wrong} 1")
-        _, _, names = shown.partition("There are: ")
-        assert shown.startswith(f"there is no setting {wrong}. Did you mean {right}")
+        output = chat.say(f"/set {wrong} 1")
+        _, _, names = output.partition("There are: ")
+        assert output.startswith(f"there is no setting {wrong}. Did you mean {right}")
         assert right in names.split(", ")
 
 
 def test_terminal_mode_is_set_again_after_sigcont(monkeypatch):
-    master, theirs = pty.openpty()
-    with open(theirs, closefd=False) as stdin:
+    master, slave = pty.openpty()
+    with open(slave, closefd=False) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        before, (keys, handler) = termios.tcgetattr(theirs), (screen.Keys(), signal.getsignal(signal.SIGCONT))
+        before, (keys, handler) = termios.tcgetattr(slave), (screen.Keys(), signal.getsignal(signal.SIGCONT))
 
         def echoes_after_stop():
             # restore the terminal's settings, as a shell does between a stop and `fg`
-            termios.tcsetattr(theirs, termios.TCSANOW, before)
+            termios.tcsetattr(slave, termios.TCSANOW, before)
             signal.raise_signal(signal.SIGCONT)
-            return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)
+            return bool(termios.tcgetattr(slave)[3] & termios.ECHO)
 
         with keys.waiting():
             assert not echoes_after_stop()
             with keys.normal():
                 assert echoes_after_stop()
             assert not echoes_after_stop()
-        assert termios.tcgetattr(theirs) == before
+        assert termios.tcgetattr(slave) == before
         assert signal.getsignal(signal.SIGCONT) == handler
     os.close(master)
-    os.close(theirs)
+    os.close(slave)
 
 
 @pytest.mark.parametrize("ending", ["", "\x03"], ids=["started", "stopped"])
@@ -557,7 +557,7 @@ def test_characters_typed_while_a_chat_starts_appear_only_at_the_prompt(talker, 
             assert not echoes()
             chat.type(f"typed early{ending}")
             if ending:
-                assert chat.process.wait(PATIENCE_S) == 130
+                assert chat.process.wait(TIMEOUT_S) == 130
                 assert echoes()
                 return
             file.write(json.dumps([{"role": "system", "content": "Be brief."}]))
@@ -597,11 +597,11 @@ def test_ctrl_c_while_a_file_is_inserted_takes_the_turn_back(monkeypatch, tmp_pa
 
 
 def test_more_ctrl_c_between_two_prompts_do_not_end_the_chat():
-    asked = []
+    handlers = []
 
     def ask(default):
-        asked.append(signal.getsignal(signal.SIGINT))
-        if len(asked) == 1:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        if len(handlers) == 1:
             raise KeyboardInterrupt
         return "words"
 
@@ -631,10 +631,10 @@ def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_pa
     chat.type(f"@{tmp_path}/z.txt\r")
     chat.until(f"{tmp_path}/z.txt is empty; it must be a text; nothing was sent\n\n> @{tmp_path}/z.txt")
     chat.type("\x15")
-    said = chat.say(f'Explain @"{tmp_path}/my note.txt"')
-    inserted, *_ = said.split("\n")
+    output = chat.say(f'Explain @"{tmp_path}/my note.txt"')
+    inserted, *_ = output.split("\n")
     assert re.fullmatch(rf"inserted {tmp_path}/my note.txt, \d+ tokens", inserted)
-    assert said.count("inserted") == 1
+    assert output.count("inserted") == 1
     assert "inserted" not in chat.say("and @someone")
 
 
@@ -656,17 +656,17 @@ def test_leaving_with_unsaved_turns_needs_a_second_request(terminal, tmp_path, l
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (full, full))
     assert f"saved to {other}" in chat.say(f"/save {other}")
     chat.type(leaving)
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
     assert user_messages(path) == ["one"]
     assert user_messages(other) == ["one", "two", "three"]
-    again = terminal("--session", path)
-    resource.prlimit(again.process.pid, resource.RLIMIT_FSIZE, (100, full))
-    again.say("four")
-    again.type(leaving)
-    again.wait_for("1 turn was not saved; ")
-    again.wait_for("\n\n> ")
-    again.type(leaving)
-    assert again.process.wait(PATIENCE_S) == 9
+    resumed = terminal("--session", path)
+    resource.prlimit(resumed.process.pid, resource.RLIMIT_FSIZE, (100, full))
+    resumed.say("four")
+    resumed.type(leaving)
+    resumed.wait_for("1 turn was not saved; ")
+    resumed.wait_for("\n\n> ")
+    resumed.type(leaving)
+    assert resumed.process.wait(TIMEOUT_S) == 9
 
 
 def test_plain_has_no_colours(terminal):
@@ -687,7 +687,7 @@ def test_verbose_shows_statistics_when_the_chat_ends(terminal):
     assert "cells per row" not in chat.text
     chat.type("/exit\r")
     assert re.search(r"[0-9]+ tokens.*, [0-9]+/128 $", chat.wait_for("cells per row, cache "))
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
 
 
 def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
@@ -701,7 +701,7 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
         assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
     # only the = after the name is a separator; an = in the value belongs to the value
-    for typed, shown in (
+    for typed, expected in (
         ("stop x=y", 'stop  "x=y"'),
         ("stop=x=y", 'stop  "x=y"'),
         ("stop =x", 'stop  "=x"'),
@@ -712,7 +712,7 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
         ('stop ""', "stop  (none)"),
         ('json_schema ""', "json_schema  (none)"),
     ):
-        assert chat.say(f"/set {typed}") == shown
+        assert chat.say(f"/set {typed}") == expected
     assert chat.say("/set seed 7") == "seed  7"
     name, seed = chat.say("/set seed -1").split()
     assert name == "seed"
@@ -739,8 +739,8 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     assert [line.split()[0] for line in lines] == ["n", "temp", "top_k", "top_p", "min_p", "seed", "/show"]
     assert "there is no setting topp" in chat.say("/set topp 1")
     assert "n must be at least 1, or -1 for no limit, got 0" in chat.say("/set n 0")
-    shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
-    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
+    expected = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
+    assert (expected["n"], expected["top_p"]) == ("2", "0.5")
     assert "stopped after 2 tokens (-n); /set n changes the limit" in chat.say("Tell me a story.")
     assert chat.say("/show system") == "Be brief."
     assert "add_generation_prompt" in chat.say("/show template")
@@ -751,8 +751,8 @@ def test_set_changes_shows_and_saves_settings(terminal, tmp_path):
     chat.leave()
     with terminals(chat.model, "-c", 2048, "--budget", 128) as start:
         settings = start("--session", tmp_path / "chat.kv").say("/show settings")
-    shown = {line.split()[0]: line.split()[-1] for line in settings.split("\n")}
-    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
+    expected = {line.split()[0]: line.split()[-1] for line in settings.split("\n")}
+    assert (expected["n"], expected["top_p"]) == ("2", "0.5")
 
 
 def test_edit_sends_the_text_of_the_editor(terminal, tmp_path):
@@ -786,7 +786,7 @@ def test_aliases_of_commands_work_and_typos_get_suggestions(terminal):
     chat.until("\n> /stats")
     assert "tokens so far" in chat.say("")
     chat.type("/bye\r")
-    assert chat.process.wait(PATIENCE_S) == 0
+    assert chat.process.wait(TIMEOUT_S) == 0
 
 
 def test_continued_chat_shows_its_last_turn(terminal, tmp_path):
@@ -795,12 +795,12 @@ def test_continued_chat_shows_its_last_turn(terminal, tmp_path):
     chat.say("what was said")
     chat.leave()
     reply = session.read(path)[0]["messages"][-1]["content"]
-    again = terminal("--session", path)
+    resumed = terminal("--session", path)
     last = f"> what was said\n\n{reply.rstrip()}"
-    assert last in again.text
+    assert last in resumed.text
     copy = shutil.copy(path, tmp_path / "copy.kv")
-    assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
-    assert again.say(f"/load {copy}").endswith(last)
+    assert 'took back the turn "what was said"; the chat has no turns' in resumed.say("/undo")
+    assert resumed.say(f"/load {copy}").endswith(last)
 
 
 def test_chat_warns_at_its_start_about_a_base_model(terminal, talker, tmp_path):
@@ -810,7 +810,7 @@ def test_chat_warns_at_its_start_about_a_base_model(terminal, talker, tmp_path):
     path = shutil.copy(talker, tmp_path / "gemma-3-270m-q4_k_m.gguf")
     with terminals(path, *SMALL) as start:
         assert f"\n{line}" in start().text
-    piped = called("chat", "-m", path, *SMALL, "-t", 1, stdin="hello\n")
+    piped = run_kvtool("chat", "-m", path, *SMALL, "-t", 1, stdin="hello\n")
     assert f"\n{line}" in piped.stderr
 
 

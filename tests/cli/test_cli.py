@@ -14,10 +14,10 @@ import pytest
 
 from kvtool.cli import COMMANDS
 from kvtool.measure import perplexity
-from tests import forked
-from tests.cli.called import KEEPS, called, one_line, uncut
-from tests.engine.running import KINDS
-from tests.held import PATIENCE_S
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
+from tests.cli.in_process_command import RECALL_LINE, assert_one_line, drop_cut_lines, run_kvtool
+from tests.engine.exact_engines import KINDS
 
 TEXT = (
     "The tide came in over the flats before sunrise, and the birds that had fed there moved up the shore. "
@@ -30,7 +30,7 @@ KVTOOL = [sys.executable, "-m", "kvtool"]
 
 
 def kvtool(*arguments, stdin="", **kwargs):
-    return uncut(forked.run([*KVTOOL, *arguments], input=stdin, **kwargs))
+    return drop_cut_lines(fork_server.run([*KVTOOL, *arguments], input=stdin, **kwargs))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def loaded_by_help():
         "    found[command] = out.getvalue(), sorted(heavy & set(sys.modules))\n"
         "print(json.dumps(found))\n"
     )
-    done = forked.run_python("-c", code, "", *COMMANDS)
+    done = fork_server.run_python("-c", code, "", *COMMANDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -83,7 +83,7 @@ def test_command_does_not_import_other_commands():
         "which = 'kvtool.cli.', 'pydantic', 'gguf'\n"
         "print(*sorted(name for name in sys.modules if name.startswith(which)))\n"
     )
-    done = forked.run_python("-c", code, check=True)
+    done = fork_server.run_python("-c", code, check=True)
     used = (
         *("command", "completion", "console", "declared", "listed", "locate", "models", "near", "progress"),
         "settings",
@@ -141,25 +141,25 @@ def test_help_lists_commands_in_order_and_typos_get_a_suggestion():
 def test_bad_input_gets_one_line_and_its_exit_code(arguments, code, words, text_file, smollm2, tmp_path):
     for name in ("EMPTY.txt", "EMPTY.gguf"):
         (tmp_path / name).touch()
-    done = called(*(str(text_file) if a == "TEXT" else a for a in arguments), cwd=tmp_path)
-    one_line(done, code, words)
+    done = run_kvtool(*(str(text_file) if a == "TEXT" else a for a in arguments), cwd=tmp_path)
+    assert_one_line(done, code, words)
 
 
 def test_answer_cut_by_n_is_reported(smol):
     common = "-m", smol, "-t", 1, "--temp", 0
     for command in (("generate", "hi"), ("generate", "hi", "--json"), ("chat",)):
-        done = called(*command, *common, "-n", 3, "--policy", "h2o", stdin="hi\n")
+        done = run_kvtool(*command, *common, "-n", 3, "--policy", "h2o", stdin="hi\n")
         assert (done.returncode, done.stderr) == (0, "stopped after 3 tokens (-n)\n")
     # nothing is printed if the model itself has ended the answer
     grammar = "--grammar", 'root ::= "yes"'
-    assert called("generate", "hi", *common, *grammar, "--policy", "h2o").stderr == ""
+    assert run_kvtool("generate", "hi", *common, *grammar, "--policy", "h2o").stderr == ""
 
 
 def test_messages_about_one_token_use_the_singular(smol):
     command = "generate", "hi", "-m", smol, "-t", 1, "--temp", 0
-    done = called(*command, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
+    done = run_kvtool(*command, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
     assert "stopped after 1 token (-n)" in done.stderr
-    done = called("perplexity", "-m", smol, "--max-tokens", 2, "-t", 1, stdin="The tide came in.")
+    done = run_kvtool("perplexity", "-m", smol, "--max-tokens", 2, "-t", 1, stdin="The tide came in.")
     assert re.search(r"^1 token scored", done.stderr, re.M)
 
 
@@ -170,9 +170,11 @@ def test_budget_in_bytes_must_hold_the_smallest_cache(tiny_model, text_file, arc
     budget = "--budgets" if command == "compare" else "--budget"
     policy = "--policies" if command == "compare" else "--policy"
     line = f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
-    one_line(called(command, text_file, *options, policy, "h2o", budget, "129KiB"), 2, line)
+    assert_one_line(run_kvtool(command, text_file, *options, policy, "h2o", budget, "129KiB"), 2, line)
     if command == "perplexity":
-        done = called(command, text_file, *options, policy, "h2o", budget, least.replace(" ", ""), "--json")
+        done = run_kvtool(
+            command, text_file, *options, policy, "h2o", budget, least.replace(" ", ""), "--json"
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["budget"] == 256
 
@@ -195,16 +197,16 @@ def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command
 def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
     (tmp_path / "one.txt").write_text("a")
     line = f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
-    one_line(called(command, tmp_path / "one.txt"), 5, line)
+    assert_one_line(run_kvtool(command, tmp_path / "one.txt"), 5, line)
 
 
 def test_policies_lists_all_policies_and_their_parameters():
-    listed = {policy["name"]: policy for policy in json.loads(called("policies", "--json").stdout)}
+    listed = {policy["name"]: policy for policy in json.loads(run_kvtool("policies", "--json").stdout)}
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
     assert listed["streamingllm"]["params"] == {"sinks": 4}
     assert listed["h2o"]["paper"] == "arXiv:2306.14048"
     # the table has the names and what each policy keeps; in a pipe nothing is cut
-    title, *lines, blank, more = called("policies").stdout.splitlines()
+    title, *lines, blank, more = run_kvtool("policies").stdout.splitlines()
     assert (title.split()[0], blank) == ("policy", "")
     assert [line.split()[0] for line in lines] == list(listed)
     assert all(line.endswith(".") and len(line) < 140 for line in lines)
@@ -213,10 +215,10 @@ def test_policies_lists_all_policies_and_their_parameters():
 
 
 def test_policies_explains_every_parameter():
-    for policy in json.loads(called("policies", "--json").stdout):
+    for policy in json.loads(run_kvtool("policies", "--json").stdout):
         assert set(policy["explained"]) == set(policy["params"]), policy["name"]
         assert all(text.endswith(".") for text in policy["explained"].values()), policy["name"]
-    (h2o,) = json.loads(called("policies", "h2o", "--json").stdout)
+    (h2o,) = json.loads(run_kvtool("policies", "h2o", "--json").stdout)
     assert h2o["explained"]["sinks"] == "First tokens, never evicted."
     assert h2o["explained"]["window"] == (
         "Newest tokens, kept if pinned tokens leave room. Default: half of the kept tokens."
@@ -225,7 +227,7 @@ def test_policies_explains_every_parameter():
     whole = "of a unit add up their scores and keep the same tokens."
     assert h2o["explained"]["per"].endswith(whole)
     # the table has a line for each parameter, with its default and its effect
-    lines = [line.split() for line in called("policies", "h2o").stdout.splitlines()]
+    lines = [line.split() for line in run_kvtool("policies", "h2o").stdout.splitlines()]
     assert ["parameter", "(-o)", "default", "what", "it", "does"] in lines
     assert ["sinks", "0", "First", "tokens,", "never", "evicted."] in lines
     assert {line[0] for line in lines if len(line) > 3} >= set(h2o["params"])
@@ -233,7 +235,7 @@ def test_policies_explains_every_parameter():
 
 def test_an_answer_that_fills_the_cache_is_printed(default_talker):
     words = "generate", "The river", "--policy", "full", "-c", 60, "-n", 500, "--temp", 0, "--draft", "off"
-    plain, done = called(*words), called(*words, "--json")
+    plain, done = run_kvtool(*words), run_kvtool(*words, "--json")
     record = json.loads(done.stdout)
     assert record["finish_reason"] == "full"
     assert record["text"] == plain.stdout.rstrip("\n") != ""
@@ -358,8 +360,8 @@ def test_prefill_option_selects_stream_or_whole(default_talker, prefill):
 def test_corm_works_without_a_budget(text_file, smollm2):
     means = []
     for history in (32, 40):
-        given = ("--policy", "corm", "-o", f"history={history}", "--json")
-        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 120, *given).stdout)
+        options = ("--policy", "corm", "-o", f"history={history}", "--json")
+        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 120, *options).stdout)
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
@@ -373,8 +375,8 @@ def test_corm_works_without_a_budget(text_file, smollm2):
 def test_documented_example_policy_works_from_a_file(text_file, default_talker, tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", WRITING.read_text(encoding="utf-8"), re.M | re.S)
     (tmp_path / "mine.py").write_text(code)
-    wanted = ("--policy", "./mine.py", "-o", "window=16", "--budget", 128)
-    done = kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 300, *wanted, "--json", cwd=tmp_path)
+    options = ("--policy", "./mine.py", "-o", "window=16", "--budget", 128)
+    done = kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 300, *options, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["params"] == {"window": 16, "sinks": 4}
     (listed,) = json.loads(kvtool("policies", "./mine.py", "--json", cwd=tmp_path).stdout)
@@ -383,7 +385,7 @@ def test_documented_example_policy_works_from_a_file(text_file, default_talker, 
 
 
 def test_generate_ends_quietly_when_its_pipe_is_closed(smollm2):
-    writer = forked.Popen(
+    writer = fork_server.Popen(
         [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "-n", "200", "--temp", "0", "-t", "1"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -392,7 +394,7 @@ def test_generate_ends_quietly_when_its_pipe_is_closed(smollm2):
     )
     assert writer.stdout.readline().strip()
     writer.stdout.close()
-    assert writer.wait(PATIENCE_S) == 128 + signal.SIGPIPE
+    assert writer.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
     assert writer.stderr.read() == ""
     writer.stderr.close()
 
@@ -402,13 +404,13 @@ def test_chat_answers_each_line_of_a_pipe(default_talker):
     assert done.returncode == 0
     assert len([line for line in done.stdout.split("\n") if line]) >= 2
     assert ">" not in done.stdout
-    assert re.fullmatch(KEEPS, done.stderr)
+    assert re.fullmatch(RECALL_LINE, done.stderr)
 
 
 @pytest.mark.parametrize(("words", "stdin"), [(("generate", "Hi"), ""), (("chat",), "Hi\n")])
 def test_cut_text_of_a_grammar_may_be_incomplete(talker, words, stdin):
     options = ("-m", talker, "--policy", "h2o", "-t", 1, "-n", 3, "--grammar", 'root ::= "abcdefghijkl"')
-    done = called(*words, *options, stdin=stdin)
+    done = run_kvtool(*words, *options, stdin=stdin)
     assert (done.returncode, done.stdout[:3]) == (0, "abc")
     assert done.stderr == "stopped after 3 tokens (-n): the text may be incomplete\n"
 
@@ -420,9 +422,9 @@ def test_endless_answer_is_cut_at_the_default_limit(talker):
     assert (done.returncode, done.stderr) == (0, line)
     done = kvtool("chat", *options, stdin="Hello!\n")
     assert done.returncode == 0
-    assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
+    assert re.fullmatch(RECALL_LINE + re.escape(line), done.stderr)
     # a user who has set the limit needs no advice about -n
-    assert called("generate", "Hello!", *options, "-n", 8).stderr == "stopped after 8 tokens (-n)\n"
+    assert run_kvtool("generate", "Hello!", *options, "-n", 8).stderr == "stopped after 8 tokens (-n)\n"
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])
@@ -431,8 +433,8 @@ def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp
     name = "windows" if "--windows" in more else "stream"
     plain = getattr(perplexity, name)
 
-    def interrupted(engine, tokens, *how):
-        *before, scored = how
+    def interrupted(engine, tokens, *arguments):
+        *before, scored = arguments
 
         def stop(nll):
             signal.raise_signal(number)
@@ -442,10 +444,10 @@ def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp
 
     (tmp_path / "text.txt").write_text("A text of some words. " * 3)
     command = "perplexity", tmp_path / "text.txt", "-m", smol, "-t", 1, "--policy", "h2o", "--budget", 8
-    whole = json.loads(called(*command, *more, "--json").stdout)
+    whole = json.loads(run_kvtool(*command, *more, "--json").stdout)
     assert whole["complete"] is True
     monkeypatch.setattr(perplexity, name, interrupted)
-    done = called(*command, *more)
+    done = run_kvtool(*command, *more)
     assert done.returncode == 128 + number
     if "--json" in more:
         result = json.loads(done.stdout)
@@ -472,7 +474,9 @@ def test_an_empty_answer_is_explained(smol, command, stdin):
             f"the {noun} is empty: it began with the stop text 'a'",
         ),
     ):
-        done = called(*command, *model_options, *options, stdin=stdin)
+        done = run_kvtool(*command, *model_options, *options, stdin=stdin)
         assert done.returncode == 0
         assert done.stderr.splitlines()[-1] == line
-    assert "empty" not in called(*command, *model_options, "--grammar", 'root ::= "a"', stdin=stdin).stderr
+    assert (
+        "empty" not in run_kvtool(*command, *model_options, "--grammar", 'root ::= "a"', stdin=stdin).stderr
+    )

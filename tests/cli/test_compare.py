@@ -24,10 +24,10 @@ from kvtool.measure import run as one
 from kvtool.measure.grid import Run
 from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
-from tests import forked
-from tests.cli.called import called, one_line
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S, BlockingPolicy
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
-from tests.held import PATIENCE_S, Held
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +105,14 @@ def test_records_are_in_grid_order_and_resume_repeats_no_run(compare, whole, fol
     assert max(map(len, stdout.splitlines())) <= 125
     # all runs are done, so --resume runs nothing
     before = whole.read_text()
-    again = compare(*GRID, "--records", whole, "--resume")
-    assert again.stderr == "", again.stderr
-    assert again.stdout == stdout
+    resumed = compare(*GRID, "--records", whole, "--resume")
+    assert resumed.stderr == "", resumed.stderr
+    assert resumed.stdout == stdout
     assert whole.read_text() == before
     # `best_other` depends on the runs that a command compares, so --json prints it, but the file does not
     # have it
-    again = compare(*GRID, "--records", whole, "--resume", "--json")
-    printed = list(map(json.loads, again.stdout.splitlines()))
+    resumed = compare(*GRID, "--records", whole, "--resume", "--json")
+    printed = list(map(json.loads, resumed.stdout.splitlines()))
     assert [record["best_other"] for record in printed[2:]] == ["local", "h2o:window=20"]
     assert printed[2]["nll_minus_best"] == pytest.approx(-printed[3]["nll_minus_best"])
     assert all(record.items() <= line.items() for record, line in zip(records, printed, strict=True))
@@ -155,7 +155,7 @@ def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, outcomes, t
         return {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if reference else None}
 
     outcomes(outcome)
-    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **how: nullcontext())
+    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **options: nullcontext())
     monkeypatch.setattr("kvtool.cli.compare.command._n_cell", lambda run, n_ctx: 64)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
     monkeypatch.setattr(grid, "identity", lambda common, run: {})
@@ -178,7 +178,7 @@ def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, outcomes, t
 def test_failed_reference_exits_1_after_the_results(outcomes, model, folder, environment):
     outcomes(lambda run, reference, writes: {"error": "no luck"} if writes else None)
     arguments = ("-m", model, "-t", 1, "--policies", "local", "--budgets", "64", "--max-tokens", 199)
-    done = called("compare", "tide.txt", *arguments, "--json", cwd=folder, env=environment)
+    done = run_kvtool("compare", "tide.txt", *arguments, "--json", cwd=folder, env=environment)
     assert done.returncode == 1
     assert done.stderr.endswith("kvtool: the run of the full cache failed; see above\n")
     assert json.loads(done.stdout)["kl"] is None
@@ -198,10 +198,10 @@ def test_compare_and_perplexity_give_the_same_results(whole, model, folder, envi
     record = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
     options += ("--max-tokens", 200, "--json")
-    alone = json.loads(kvtool("perplexity", "tide.txt", *options, cwd=folder, env=environment).stdout)
-    assert record["nll"] == pytest.approx(alone["nll"], abs=1e-12)
+    single_run = json.loads(kvtool("perplexity", "tide.txt", *options, cwd=folder, env=environment).stdout)
+    assert record["nll"] == pytest.approx(single_run["nll"], abs=1e-12)
     for name in ("cells", "kv_bytes", "state_bytes", "params", "budget", "policy"):
-        assert record[name] == alone[name], name
+        assert record[name] == single_run[name], name
 
 
 def test_text_longer_than_the_context_is_not_compared_with_full(compare):
@@ -238,12 +238,12 @@ def test_resume_runs_failed_runs_again(compare, folder):
     assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 runs failed; --resume tries them again"
     assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False]
     assert re.search(r"mine.py +- .*\n", done.stdout)
-    again = compare(*arguments, "--resume", "-v", check=False)
-    assert again.returncode == 1
+    resumed = compare(*arguments, "--resume", "-v", check=False)
+    assert resumed.returncode == 1
     assert re.search(
-        r'^Traceback .*:\n +File ".*mine.py", line 9, in plan\n +raise Value', again.stderr, re.M
+        r'^Traceback .*:\n +File ".*mine.py", line 9, in plan\n +raise Value', resumed.stderr, re.M
     )
-    assert "1 of 2 runs are done already" in again.stderr
+    assert "1 of 2 runs are done already" in resumed.stderr
     # the best record of a run counts
     assert ["error" in record for record in read(folder / "failed.jsonl")] == [True, False, True]
 
@@ -292,7 +292,7 @@ def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
     ],
 )
 def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code, words):
-    one_line(compare(*arguments, check=False), code, words)
+    assert_one_line(compare(*arguments, check=False), code, words)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
@@ -300,10 +300,10 @@ def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code
 def test_interrupt_keeps_finished_runs_and_names_the_records_file(
     model, folder, environment, tmp_path, number
 ):
-    held, out = Held(tmp_path, "self.budget == 65"), tmp_path / "out.jsonl"
+    blocking, out = BlockingPolicy(tmp_path, "self.budget == 65"), tmp_path / "out.jsonl"
     command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--records", str(out)]
-    command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
-    with forked.Popen(
+    command += ["--policies", str(blocking.policy), "--budgets", "64,65,66"]
+    with fork_server.Popen(
         [*KVTOOL, *command],
         cwd=folder,
         env=environment,
@@ -311,23 +311,23 @@ def test_interrupt_keeps_finished_runs_and_names_the_records_file(
         text=True,
         start_new_session=True,
     ) as process:
-        held.wait()
+        blocking.wait()
         process.send_signal(number)
-        said = iter(process.stderr.readline, "stopping after the current step ...\n")
-        assert "" not in said
-        held.go()
+        stderr_lines = iter(process.stderr.readline, "stopping after the current step ...\n")
+        assert "" not in stderr_lines
+        blocking.go()
         lines = process.stderr.read().splitlines()
-        assert process.wait(PATIENCE_S) == 128 + number
+        assert process.wait(TIMEOUT_S) == 128 + number
     assert lines[-1] == f"kvtool: stopped; 1 of 3 runs are in {out}; --resume does the rest"
     assert [record["budget"] for record in read(out)] == [64]
 
 
-def run(label, asked=None, kind="f16"):
+def run(label, budget=None, kind="f16"):
     options = ScoreOptions(policy=label.split(":")[0], type_k=kind, type_v=kind)
-    return Run(label, options, None, None, {}, asked, 64)
+    return Run(label, options, None, None, {}, budget, 64)
 
 
-def row(label, asked=None, kind="f16", **values):
+def row(label, budget=None, kind="f16", **values):
     record = {
         "cells": 64.0,
         "n_scored": 8191,
@@ -343,7 +343,7 @@ def row(label, asked=None, kind="f16", **values):
     }
     for name in ("nll_minus_full", "nll_minus_best"):
         record |= {name: 0.25, f"{name}_margin": 0.1}
-    return run(label, asked, kind), record | values
+    return run(label, budget, kind), record | values
 
 
 ROWS = [
@@ -356,7 +356,7 @@ ROWS = [
 ]
 
 
-def shown(rows=ROWS, width=110, **console):
+def table_text(rows=ROWS, width=110, **console):
     out = io.StringIO()
     printer = table_console(**({"file": out, "width": width, "_environ": {}} | console))
     compare_table.show(printer, rows, "wiki.test.raw", "SmolLM2-135M-Instruct.Q4_1")
@@ -368,12 +368,12 @@ def line_of(out, label):
 
 
 def test_table_shows_a_dash_if_a_perplexity_has_no_interval():
-    out = shown([row("h2o", 32, perplexity_low=None, perplexity_high=None)])
+    out = table_text([row("h2o", 32, perplexity_low=None, perplexity_high=None)])
     assert " 30.00 - " in line_of(out, "h2o")
 
 
 def test_table_marks_the_best_run_of_each_budget():
-    out = shown()
+    out = table_text()
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
     assert "*" not in line_of(out, "scissorhands")
@@ -381,33 +381,33 @@ def test_table_marks_the_best_run_of_each_budget():
     assert "*" not in line_of(out, "h2o  ")
     # equal values of a column are not marked
     assert "64.0 MiB*" not in out
-    in_colour = shown(force_terminal=True, color_system="256")
+    in_colour = table_text(force_terminal=True, color_system="256")
     assert "*" not in in_colour
     assert "bold: best of its budget" in in_colour
     assert re.search(r"\x1b\[1m *25\.00", in_colour)
 
 
 def test_differences_are_shown_with_their_margin():
-    out = shown()
+    out = table_text()
     assert " -0.250 +-0.251 " in line_of(out, "scissorhands")
     assert " +0.250 +-? " in line_of(out, "h2o:decay")
     assert " +0.250 +-0.100 " in line_of(out, "full q4_0")
-    in_colour = shown(force_terminal=True, color_system="256")
+    in_colour = table_text(force_terminal=True, color_system="256")
     assert "\x1b[2m-0.250 +-0.251" in in_colour
     assert "\x1b[2m+0.250 +-0.100" not in in_colour
 
 
 def test_table_groups_runs_by_budget_and_shows_failures_as_dashes():
-    lines = [line.split("  ")[0].strip() for line in shown().splitlines()]
+    lines = [line.split("  ")[0].strip() for line in table_text().splitlines()]
     names = ["no budget", "full", "full q4_0", "budget 64", "scissorhands", "h2o:decay=0.999"]
     names += ["budget 128", "h2o", "buzz"]
     assert [line for line in lines if line in names] == names
-    assert re.fullmatch(r"buzz( +-){9} *", line_of(shown(), "buzz"))
+    assert re.fullmatch(r"buzz( +-){9} *", line_of(table_text(), "buzz"))
 
 
 @pytest.mark.parametrize("width", [80, 110, 120])
 def test_table_fits_the_width_of_the_terminal(width):
-    out = shown(width=width, force_terminal=True, color_system=None)
+    out = table_text(width=width, force_terminal=True, color_system=None)
     assert max(map(len, out.splitlines())) <= width
     # no column is cut or wrapped
     assert "\u2026" not in out
@@ -423,11 +423,11 @@ def test_table_fits_the_width_of_the_terminal(width):
 
 def test_long_names_are_not_cut_in_a_pipe():
     label = "h2o:decay=0.999:window=16:sinks=4:score=mean:per=layer:group=max:decay_beyond=0.98"
-    out = shown([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
+    out = table_text([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
     assert line_of(out, f"{label} q8_0 ").split()[-1] == "100"
     assert line_of(out, f"x{label}").split()[1:] == ["-"] * 9
     # one line per run
-    assert len(out.splitlines()) == len(shown().splitlines()) + 2
+    assert len(out.splitlines()) == len(table_text().splitlines()) + 2
 
 
 def test_picture_has_one_line_per_policy(monkeypatch):

@@ -41,10 +41,10 @@ def test_a_table_in_a_pipe_has_no_blanks_at_the_ends_of_lines():
 def test_progress_bar_shows_names_literally():
     bar = _bytes_bar()
     bar.add_task(TEXT, total=1)
-    with bar.console.capture() as shown:
+    with bar.console.capture() as capture:
         bar.console.width = 200
         bar.console.print(bar.get_renderable())
-    assert TEXT in shown.get()
+    assert TEXT in capture.get()
 
 
 def test_sources_create_no_console_or_column_with_markup():

@@ -146,5 +146,5 @@ def test_free_memory_of_the_cpu_is_the_value_of_free_bytes(monkeypatch):
     from kvtool.llama.libllama import devices
 
     monkeypatch.setattr(devices, "free_bytes", lambda: 12345)
-    (cpu,) = (each for each in devices.devices() if each["type"] == "cpu")
+    (cpu,) = (device for device in devices.devices() if device["type"] == "cpu")
     assert cpu["memory_free"] == 12345 < cpu["memory_total"]

@@ -14,8 +14,8 @@ import pytest
 from kvtool.chats import session
 from kvtool.errors import UsageError
 from kvtool.system.texts import json_text, shown, utf8
-from tests import forked
-from tests.cli.called import uncut
+from tests import fork_server
+from tests.cli.in_process_command import drop_cut_lines
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bytes as arguments, as Unix has them")
 
@@ -32,7 +32,9 @@ LOCALES = {
 
 def kvtool(*arguments, stdin=b"", env=None, **kwargs):
     command = [sys.executable, "-m", "kvtool", *arguments]
-    return uncut(forked.run(command, input=stdin, env=os.environ | (env or {}), text=False, **kwargs))
+    return drop_cut_lines(
+        fork_server.run(command, input=stdin, env=os.environ | (env or {}), text=False, **kwargs)
+    )
 
 
 CHAT = ("chat", "--policy", "h2o", "-n", 2, "-t", 1)
@@ -145,8 +147,8 @@ def test_model_and_session_names_may_be_non_utf8(talker, tmp_path, env):
     assert shown_["turns"] == 2
     assert shown_["model"].endswith("/caf\ufffd[bold].gguf")
     assert b"[bold].gguf" in kvtool("session", "show", session_path, env=env).stdout
-    written = kvtool("generate", "-m", model, "-p", "hi", "-n", 2, "-t", 1, "--json", env=env)
-    assert json.loads(written.stdout)["model"].endswith("/caf\ufffd[bold].gguf")
+    generated = kvtool("generate", "-m", model, "-p", "hi", "-n", 2, "-t", 1, "--json", env=env)
+    assert json.loads(generated.stdout)["model"].endswith("/caf\ufffd[bold].gguf")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_uncaught_unicode_error_gets_one_line():
         "generate.read_stdin = read\n"
         "from kvtool.__main__ import main; main()"
     )
-    done = forked.run_python("-c", code, "generate", text=False)
+    done = fork_server.run_python("-c", code, "generate", text=False)
     assert "a text is not UTF-8" in one_line(done, 5)
 
 

@@ -11,19 +11,19 @@ from kvtool.cli.explain import Notice, _budget, _memory, _prefill, explain_run, 
 from kvtool.config import report
 from kvtool.measure import holdings, perplexity
 from tests.cli.test_cli import kvtool
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 
 def spy(engine):
     """Return a list. Each eviction plan then adds one number to it: how many tokens have been read."""
-    seen, checked = [], engine.cache.check
+    evictions, checked = [], engine.cache.check
 
     def check(view, plan):
-        seen.append(engine.n_past)
+        evictions.append(engine.n_past)
         return checked(view, plan)
 
     engine.cache.check = check
-    return seen
+    return evictions
 
 
 @pytest.mark.parametrize("n_text", [0, 20, 32, 40, 150])
@@ -40,25 +40,25 @@ def spy(engine):
     ],
 )
 def test_first_plan_predicts_the_first_eviction(tiny_model, name, settings, n_text):
-    tokens = text(260)
+    tokens = random_tokens(260)
     with open_engine(tiny_model(), policies.fit(name, 32, 4), **settings) as engine:
-        seen = spy(engine)
+        evictions = spy(engine)
         first = engine.first_plan(n_text)
         if n_text:
             engine.read(tokens[:n_text])
-        while not seen:
+        while not evictions:
             engine.evict_if_due()
-            if not seen:
+            if not evictions:
                 engine.step(tokens[engine.n_past : engine.n_past + 1])
-        assert seen[0] == first
+        assert evictions[0] == first
 
 
 @pytest.mark.parametrize("name", ["h2o", "corm"])
 def test_first_plan_predicts_the_first_eviction_of_a_scored_text(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 32, 4), over_budget=False) as engine:
-        seen = spy(engine)
-        perplexity.stream(engine, text(80))
-        assert seen[0] == engine.first_plan(80)
+        evictions = spy(engine)
+        perplexity.stream(engine, random_tokens(80))
+        assert evictions[0] == engine.first_plan(80)
 
 
 @pytest.mark.parametrize("n", [31, 32, 33, 48, 49])
@@ -77,9 +77,9 @@ def test_a_text_that_fits_is_reported_if_nothing_follows_it(tiny_model, capsys, 
     with open_engine(tiny_model(), policy, over_budget=False, **settings) as engine:
         explain_run(engine, name, "text", n, is_all=True)
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eviction")]
-        seen = spy(engine)
-        holdings.watch(engine, text(n))
-        assert ("never: the text fits" in line) == (not seen)
+        evictions = spy(engine)
+        holdings.watch(engine, random_tokens(n))
+        assert ("never: the text fits" in line) == (not evictions)
         # the later tokens of a chat may still need an eviction
         explain_run(engine, name, "text", n)
         assert "never" not in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_full_has_no_first_plan(tiny_model):
 def test_large_cache_takes_the_predicted_bytes(tiny_model, shape):
     with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
         most = []
-        engine.read(text(300), lambda: most.append((engine.cache_bytes, engine.signal_bytes)))
+        engine.read(random_tokens(300), lambda: most.append((engine.cache_bytes, engine.signal_bytes)))
         assert max(most) == (engine.whole_reader.n_bytes(300), engine.whole_reader.signal_bytes(300))
         assert most[-1] > (engine.cache_bytes, engine.signal_bytes)
 
@@ -121,7 +121,7 @@ def test_positions_restart_at_the_announced_token(tiny_model, capsys):
             "auto: as original, until the context of 64 tokens is full; then gaps are closed"
             in capsys.readouterr().err
         )
-        for token in text(65):
+        for token in random_tokens(65):
             assert not engine.n_restart
             engine.step(token[None])
         assert engine.n_restart
@@ -250,7 +250,7 @@ def test_explain_shows_recalls_budget_parameters_and_batches(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "told"),
+    ("name", "kind", "expected"),
     [
         ("recall", "q8_0", "q8_0"),
         ("recall", "q5_0/q4_0", "q5_0/q4_0"),
@@ -259,10 +259,10 @@ def test_explain_shows_recalls_budget_parameters_and_batches(tiny_model):
         ("h2o", "q8_0", None),
     ],
 )
-def test_explain_and_reports_name_the_archive_type(tiny_model, name, kind, told):
+def test_explain_and_reports_name_the_archive_type(tiny_model, name, kind, expected):
     with open_engine(tiny_model(), policies.fit(name, 64, 8), archive_type=kind) as engine:
-        assert report.report(engine, name)["archive_type"] == told
-        assert (f" as {told}) in host memory" in _memory(engine)) == (told is not None)
+        assert report.report(engine, name)["archive_type"] == expected
+        assert (f" as {expected}) in host memory" in _memory(engine)) == (expected is not None)
 
 
 def test_explain_says_that_batches_of_scored_texts_end_at_evictions(tiny_model):
@@ -284,10 +284,10 @@ def test_explain_shows_the_real_budget_if_kept_is_true(tiny_model):
         # 40 tokens fit into the policy's real budget, but not into the requested budget of 32
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 40)
         assert policy.budget > 40
-        engine.read(text(40))
+        engine.read(random_tokens(40))
         assert engine.n_kv == 4 + 14 + 5
         engine.reset()
-        engine.read(text(300))
+        engine.read(random_tokens(300))
         assert engine.n_kv == 32
 
 
@@ -311,7 +311,7 @@ def test_notice_gives_the_mean_if_rows_share_a_budget(tiny_model):
         assert long_text(engine, "text", 32) is None
         sentence = "each KV head, in the mean, keeps at most 32 of them (80 %) and forgets the others"
         assert sentence in long_text(engine, "text", 40)
-        engine.read(text(40))
+        engine.read(random_tokens(40))
         assert report.line(report.report(engine, "h2o")).startswith(
             f"{engine.mean_kv:.0f}/32 cells per row, "
         )

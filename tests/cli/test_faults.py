@@ -19,11 +19,11 @@ import termios
 import pytest
 
 from kvtool.chats import session as sessions
-from tests import forked
-from tests.cli.called import CUT, KEEPS, one_line
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S, BlockingPolicy, until
+from tests.cli.in_process_command import CUT_LINE, RECALL_LINE, assert_one_line
 from tests.cli.terminal import ROOT, RUN, Terminal
 from tests.engine import rpc_server
-from tests.held import PATIENCE_S, Held, until
 
 pytestmark = pytest.mark.engine
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
@@ -33,13 +33,13 @@ WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "
 
 def python(code, *arguments, **options):
     options = {"stdin": subprocess.DEVNULL} | options
-    return forked.run([sys.executable, "-c", code, *arguments], cwd=ROOT, **options)
+    return fork_server.run([sys.executable, "-c", code, *arguments], cwd=ROOT, **options)
 
 
 def start(code, *arguments, **options):
     pipe = subprocess.PIPE
     options = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True} | options
-    return forked.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
+    return fork_server.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,13 @@ def in_thread(what):
 @linux
 @pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES.keys())
 def test_crash_gets_one_line(crash):
-    one_line(python(f"{GUARDED}\nguard()\n{crash}"), 4, "llama.cpp has crashed (too little memory, ")
+    assert_one_line(python(f"{GUARDED}\nguard()\n{crash}"), 4, "llama.cpp has crashed (too little memory, ")
 
 
 @linux
 def test_crash_on_a_model_reports_a_damaged_file():
     code = f"{GUARDED}\nguard()\nwith crash_means(damaged('some.gguf')): os.abort()"
-    one_line(python(code), 3, "some.gguf seems to be damaged")
+    assert_one_line(python(code), 3, "some.gguf seems to be damaged")
 
 
 @linux
@@ -119,7 +119,7 @@ def test_lost_rpc_worker_gets_one_line(model):
         pytest.skip("the library is built without RPC")
     with rpc_server.running() as endpoint:
         done = python(DYING_SERVER, endpoint, model, endpoint.process.pid)
-    one_line(done, 4, f"the worker at {endpoint} does not answer; restart it")
+    assert_one_line(done, 4, f"the worker at {endpoint} does not answer; restart it")
 
 
 LIMITED = """
@@ -152,7 +152,7 @@ def test_lack_of_memory_gets_one_line(megabytes, smollm2):
     done = limited(megabytes, "-m", smollm2)
     # on some CPUs, 130 MB are enough for the weights; 40 MB never are
     for_weights = smollm2.name in done.stderr
-    one_line(done, 8, "; choose a smaller model\n" if for_weights else "; choose a smaller --budget, ")
+    assert_one_line(done, 8, "; choose a smaller model\n" if for_weights else "; choose a smaller --budget, ")
     assert for_weights or megabytes > 40
 
 
@@ -162,7 +162,7 @@ def test_lack_of_memory_for_the_cache_gets_one_line(smollm2):
     # the amount that is enough for the weights, but too small for the cells, differs between CPUs
     for megabytes in range(250, 400, 25):
         done = limited(megabytes, "-m", smollm2, "--policy", "full")
-        one_line(done, 8)
+        assert_one_line(done, 8)
         lines.append(done.stderr)
         if "no memory for a cache of 8192 cells" in done.stderr:
             return
@@ -172,14 +172,14 @@ def test_lack_of_memory_for_the_cache_gets_one_line(smollm2):
 def test_memory_error_of_python_gets_one_line(model):
     fails = "from kvtool.engine.policy_cache import PolicyCache\ndef fail(*_): raise MemoryError"
     code = f"{fails}\nPolicyCache.reset = fail\n{RUN}"
-    one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
+    assert_one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.2, 0.9])
 def test_truncated_model_gets_one_line(share, model, tmp_path):
     data = model.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: int(share * len(data))])
-    one_line(python(RUN, *WRITE, "-m", tmp_path / "cut.gguf"), 3, "; download it again")
+    assert_one_line(python(RUN, *WRITE, "-m", tmp_path / "cut.gguf"), 3, "; download it again")
 
 
 @linux
@@ -189,7 +189,7 @@ def test_truncated_model_gets_one_line(share, model, tmp_path):
 def test_full_disk_at_stdout_gets_one_line(command):
     with open("/dev/full", "w") as full:
         done = python(RUN, *command, stdout=full)
-    one_line(done, 1, "cannot write: No space left on device")
+    assert_one_line(done, 1, "cannot write: No space left on device")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_full_disk_at_stdout_gets_one_line(command):
 )
 def test_closed_stdin_or_stdout_gets_one_line(command, exit_code, words):
     shell = f"{shlex.quote(sys.executable)} -m kvtool {command}"
-    one_line(subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True), exit_code, words)
+    assert_one_line(subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True), exit_code, words)
 
 
 @linux
@@ -307,7 +307,7 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     # An eviction imports numba if there is no library of compiled kernels. The small budget causes an
     # eviction.
     options = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
-    popen = subprocess.Popen if stage.startswith("import") else forked.Popen
+    popen = subprocess.Popen if stage.startswith("import") else fork_server.Popen
     done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *options, popen=popen)
     assert done.returncode == 130, done.stderr
     assert "Exception ignored" not in done.stderr
@@ -361,8 +361,8 @@ def test_interrupt_between_turns_of_a_pipe_gets_one_line(smollm2):
     chat.stdin.flush()
     until(lambda: not _unread(chat.stdin))
     chat.send_signal(signal.SIGINT)
-    assert chat.wait(PATIENCE_S) == 130
-    assert re.fullmatch(f"{KEEPS}{CUT}kvtool: stopped\n", chat.communicate()[1])
+    assert chat.wait(TIMEOUT_S) == 130
+    assert re.fullmatch(f"{RECALL_LINE}{CUT_LINE}kvtool: stopped\n", chat.communicate()[1])
 
 
 def _unread(pipe):
@@ -371,54 +371,54 @@ def _unread(pipe):
 
 
 @pytest.fixture
-def held(tmp_path):
+def blocking_policy(tmp_path):
     """Policy that waits in its first eviction.
 
     Prompts fit into the cache, so this eviction happens during a reply.
     """
-    return Held(tmp_path)
+    return BlockingPolicy(tmp_path)
 
 
 @pytest.fixture
-def terminal(talker, held):
+def terminal(talker, blocking_policy):
     started = []
 
-    def start(*more, own=True):
-        options = ("--policy", held.policy, "--budget", 80, "-n", 200)
-        started.append(Terminal(talker, *options, *more, own=own))
+    def start(*more, is_controlling=True):
+        options = ("--policy", blocking_policy.policy, "--budget", 80, "-n", 200)
+        started.append(Terminal(talker, *options, *more, is_controlling=is_controlling))
         return started[0]
 
     yield start
     started[0].kill()
 
 
-def test_ctrl_c_stops_a_reply_and_keeps_the_chat(terminal, held):
+def test_ctrl_c_stops_a_reply_and_keeps_the_chat(terminal, blocking_policy):
     terminal = terminal()
     terminal.wait_for("> ")
     # Python's readline loses a signal that arrives after the prompt is shown and before the first read, so
     # the test repeats Ctrl-C
     terminal.wait_for(" leaves", pressing="\x03")
     terminal.type("Tell me a long story of the sea.\n")
-    held.wait()
+    blocking_policy.wait()
     terminal.type("\x03")
-    held.go()
+    blocking_policy.go()
     terminal.until("\nstopped\n")
     assert terminal.ended(pressing="\x04") == 0
     os.close(terminal.master)
 
 
-def test_input_typed_during_a_reply_waits_for_its_end(terminal, held):
+def test_input_typed_during_a_reply_waits_for_its_end(terminal, blocking_policy):
     terminal = terminal()
     terminal.wait_for("> ")
     terminal.type("Tell me a long story of the sea.\n")
-    held.wait()
+    blocking_policy.wait()
     terminal.type("/stats\n\x04")
-    held.go()
+    blocking_policy.go()
     terminal.wait_for("tokens/s")
     # /stats was typed during the reply, but it runs only at the next prompt
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
-    assert terminal.process.wait(PATIENCE_S) == 0
+    assert terminal.process.wait(TIMEOUT_S) == 0
     assert "/stats" not in terminal.text.partition("tokens/s")[0].partition("long story")[2]
     os.close(terminal.master)
 
@@ -428,57 +428,70 @@ def test_input_typed_during_a_reply_waits_for_its_end(terminal, held):
 HUNG_UP = {"signal": (-signal.SIGHUP, 128 + signal.SIGHUP), "no signal": (128 + signal.SIGHUP,)}
 
 
-@pytest.mark.parametrize("how", HUNG_UP)
-def test_closed_terminal_ends_the_chat(terminal, how):
-    chat = terminal(own=how == "signal")
+@pytest.mark.parametrize("ending", HUNG_UP)
+def test_closed_terminal_ends_the_chat(terminal, ending):
+    chat = terminal(is_controlling=ending == "signal")
     chat.wait_for("> ")
     os.close(chat.master)
-    assert chat.process.wait(PATIENCE_S) in HUNG_UP[how]
+    assert chat.process.wait(TIMEOUT_S) in HUNG_UP[ending]
 
 
-@pytest.mark.parametrize("how", HUNG_UP)
-def test_terminal_closed_during_a_reply_keeps_the_turn(terminal, held, tmp_path, how):
+@pytest.mark.parametrize("ending", HUNG_UP)
+def test_terminal_closed_during_a_reply_keeps_the_turn(terminal, blocking_policy, tmp_path, ending):
     path = tmp_path / "chat.kv"
-    chat = terminal("--session", path, own=how == "signal")
+    chat = terminal("--session", path, is_controlling=ending == "signal")
     chat.wait_for("> ")
     chat.type("Tell me a long story of the sea.\n")
-    held.wait()
+    blocking_policy.wait()
     os.close(chat.master)
-    held.go()
-    assert chat.process.wait(PATIENCE_S) in HUNG_UP[how]
+    blocking_policy.go()
+    assert chat.process.wait(TIMEOUT_S) in HUNG_UP[ending]
     user, reply = sessions.read(path)[0]["messages"]
     assert user["content"] == "Tell me a long story of the sea."
     assert reply["content"]
 
 
-def test_sigterm_during_a_reply_keeps_the_turn(terminal, held, tmp_path):
+def test_sigterm_during_a_reply_keeps_the_turn(terminal, blocking_policy, tmp_path):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
     chat.wait_for("> ")
     chat.type("Tell me a long story of the sea.\n")
-    held.wait()
+    blocking_policy.wait()
     chat.process.terminate()
-    held.go()
-    assert chat.process.wait(PATIENCE_S) == -signal.SIGTERM
+    blocking_policy.go()
+    assert chat.process.wait(TIMEOUT_S) == -signal.SIGTERM
     _, reply = sessions.read(path)[0]["messages"]
     assert reply["content"]
     os.close(chat.master)
 
 
 @pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGTERM, "pipe"])
-def test_signal_or_closed_pipe_during_a_reply_keeps_the_turn(talker, held, tmp_path, end):
+def test_signal_or_closed_pipe_during_a_reply_keeps_the_turn(talker, blocking_policy, tmp_path, end):
     path = tmp_path / "chat.kv"
-    options = ("--policy", held.policy, "--budget", 80, "-n", 200, "--temp", 0, "-t", 1, "--session", path)
+    options = (
+        "--policy",
+        blocking_policy.policy,
+        "--budget",
+        80,
+        "-n",
+        200,
+        "--temp",
+        0,
+        "-t",
+        1,
+        "--session",
+        path,
+    )
     chat = start(RUN, "chat", "-m", talker, *options, stdin=subprocess.PIPE)
     chat.stdin.write("Tell me a long story of the sea.\n")
     chat.stdin.flush()
-    held.wait()
+    blocking_policy.wait()
     if end == "pipe":
         chat.stdout.close()
     else:
         chat.send_signal(end)
-    held.go()
-    assert chat.wait(PATIENCE_S) == (128 + signal.SIGPIPE if end == "pipe" else -end)
+    blocking_policy.go()
+    assert chat.wait(TIMEOUT_S) == (128 + signal.SIGPIPE if end == "pipe" else -end)
     assert sessions.read(path)[0]["messages"][1]["content"]
     for pipe in (chat.stdin, chat.stdout, chat.stderr):
         pipe.close()
@@ -493,9 +506,9 @@ time.time_ns = lambda: int(next(day) * 1e9)
 
 
 def test_jumping_clock_does_not_change_measured_times(model, tmp_path):
-    written = json.loads(python(f"{JUMPS}\n{RUN}", *WRITE, "-m", model, "--json").stdout)
-    assert 0 < written["prompt_s"] < 60
-    assert 0.1 < written["tokens_per_s"] < 1e5
+    result = json.loads(python(f"{JUMPS}\n{RUN}", *WRITE, "-m", model, "--json").stdout)
+    assert 0 < result["prompt_s"] < 60
+    assert 0.1 < result["tokens_per_s"] < 1e5
     (tmp_path / "text").write_text("Hello, hello. " * 20)
     done = python(f"{JUMPS}\n{RUN}", "perplexity", tmp_path / "text", "-t", 1, "-m", model, "--json")
     scored = json.loads(done.stdout)

@@ -24,7 +24,7 @@ from kvtool.measure import grid
 from kvtool.models.download import sha256
 from kvtool.models.header import read
 from tests import tiny
-from tests.cli.called import called, one_line, uncut
+from tests.cli.in_process_command import assert_one_line, drop_cut_lines, run_kvtool
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the expected lines are those of a machine without a GPU")
 
@@ -36,7 +36,7 @@ def lora(talker, tmp_path):
 
 
 def generate(*options):
-    return uncut(called("generate", "Hi", "-n", 8, "-t", 1, "--temp", 0, *options))
+    return drop_cut_lines(run_kvtool("generate", "Hi", "-n", 8, "-t", 1, "--temp", 0, *options))
 
 
 def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, tmp_path):
@@ -45,9 +45,9 @@ def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, t
     # without a GPU, all weights are in host memory, so these options change nothing
     overrides = generate("-ot", "attn_[kq]=CPU,.*=CPU", "-ncmoe", 0)
     assert (overrides.stdout, overrides.stderr) == (plain.stdout, "")
-    for options, given in ((["-ncmoe", 2], "--n-cpu-moe 2"), (["-ncmoe", 2, "-cmoe"], "--cpu-moe")):
+    for options, flag in ((["-ncmoe", 2], "--n-cpu-moe 2"), (["-ncmoe", 2, "-cmoe"], "--cpu-moe")):
         moe = generate(*options)
-        assert (moe.stdout, moe.stderr) == (plain.stdout, f"{given} does nothing: the model has no experts\n")
+        assert (moe.stdout, moe.stderr) == (plain.stdout, f"{flag} does nothing: the model has no experts\n")
     typo = generate("-ot", "attn_kv=CPU,[red]$=CPU,attn_q=CPU")
     line = "--override-tensor: no tensor of the model matches '{}'\n"
     assert (typo.stdout, typo.stderr) == (plain.stdout, line.format("attn_kv") + line.format("[red]$"))
@@ -77,7 +77,7 @@ def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, t
 def test_bad_values_get_one_line_and_their_exit_code(default_talker, tmp_path, command, options, code, words):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     argument = "Hi" if command == "generate" else tmp_path / "text"
-    one_line(called(command, argument, "-t", 1, *options, cwd=tmp_path), code, words)
+    assert_one_line(run_kvtool(command, argument, "-t", 1, *options, cwd=tmp_path), code, words)
 
 
 def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
@@ -85,7 +85,7 @@ def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
 
     def chat(*options):
         words = ("-m", talker, "-n", 4, "-t", 1, "--temp", 0, "--policy", "h2o", "--budget", 64)
-        return called("chat", *words, "--session", path, *options, stdin="tide\n")
+        return run_kvtool("chat", *words, "--session", path, *options, stdin="tide\n")
 
     assert chat("--lora", f"{lora}:0.5").returncode == 0
     meta = session.read_meta(path)
@@ -97,22 +97,26 @@ def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
     # the file has a new name, but the same bytes
     assert chat("--lora", f"{moved}:0.5").returncode == 0
     short = sha256(moved)[:12]
-    one_line(chat("--lora", moved), 9, f"with --lora {short}:0.5; it cannot continue with --lora {short}:1.0")
+    assert_one_line(
+        chat("--lora", moved), 9, f"with --lora {short}:0.5; it cannot continue with --lora {short}:1.0"
+    )
     path.unlink()
     chat()
     assert "lora" not in session.read_meta(path)["fixed"]
-    one_line(chat("--lora", moved), 9, f"with --lora nothing; it cannot continue with --lora {short}:1.0")
+    assert_one_line(
+        chat("--lora", moved), 9, f"with --lora nothing; it cannot continue with --lora {short}:1.0"
+    )
 
 
 def test_a_session_with_adapters_does_not_continue_in_a_chat_without_them():
-    ours = {"parameters": {}, "model_sha256": "1"}
-    theirs = ours | {"lora": [f"{'0' * 64}:0.5", f"{'1' * 64}:1.0"]}
+    plain = {"parameters": {}, "model_sha256": "1"}
+    adapted = plain | {"lora": [f"{'0' * 64}:0.5", f"{'1' * 64}:1.0"]}
     models = Path("a.gguf"), Path("a.gguf")
     lora = "--lora 000000000000:0.5, 111111111111:1.0"
-    assert difference(theirs, ours, *models) == (
+    assert difference(adapted, plain, *models) == (
         f"was started with {lora}; it cannot continue with --lora nothing; "
     )
-    assert difference(ours, ours, *models) is None
+    assert difference(plain, plain, *models) is None
 
 
 def test_records_name_the_adapters(default_talker, lora, tmp_path):
@@ -122,9 +126,9 @@ def test_records_name_the_adapters(default_talker, lora, tmp_path):
     file, records = tmp_path / "text", tmp_path / "records"
     file.write_text("The tide came in. " * 9)
     words = ("compare", file, "-t", 1, "--policies", "full,local", "--budgets", 16, "--records", records)
-    assert called(*words).returncode == 0
+    assert run_kvtool(*words).returncode == 0
     for scale in (1, 1, 2):
-        assert called(*words, "--resume", "--lora", f"{lora}:{scale}").returncode == 0
+        assert run_kvtool(*words, "--resume", "--lora", f"{lora}:{scale}").returncode == 0
     of = [json.loads(line) for line in records.read_text().splitlines()]
     scales = [record["lora"] and record["lora"][0]["scale"] for record in of]
     assert sorted(scales, key=str) == [1.0, 1.0, 2.0, 2.0, None, None]
@@ -142,12 +146,14 @@ def test_reference_predictions_depend_on_the_adapters():
 
 
 def test_errors_about_a_draft_model_name_the_option(default_talker, tmp_path):
-    one_line(generate("--draft", "mamba"), 3, "--draft mamba: unknown model 'mamba' (and no such file)")
+    assert_one_line(
+        generate("--draft", "mamba"), 3, "--draft mamba: unknown model 'mamba' (and no such file)"
+    )
     (tmp_path / "text").write_text("text")
-    one_line(
+    assert_one_line(
         generate("--draft", tmp_path / "text"), 3, f"--draft {tmp_path}/text: {tmp_path}/text is not a GGUF"
     )
-    one_line(generate("--draft", ""), 2, "--draft is empty; give lookup, mtp, off or a model")
+    assert_one_line(generate("--draft", ""), 2, "--draft is empty; give lookup, mtp, off or a model")
 
 
 def test_draft_model_gets_no_adapters_and_no_tensor_overrides(talker, lora):
@@ -205,11 +211,11 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     class Full(Model):
         most, tried = 1, []
 
-        def __init__(self, path, *, n_gpu_layers=None, **how):
+        def __init__(self, path, *, n_gpu_layers=None, **options):
             self.tried.append(n_gpu_layers)
             if n_gpu_layers is None or n_gpu_layers > self.most:
                 raise OutOfMemory("the GPU is full")
-            super().__init__(path, n_gpu_layers=n_gpu_layers, **how)
+            super().__init__(path, n_gpu_layers=n_gpu_layers, **options)
 
     fake_gpu(monkeypatch, default_talker, 2, n_cell=1000)
     monkeypatch.setattr(llama_model, "Model", Full)
@@ -219,10 +225,10 @@ def test_a_gpu_with_less_memory_than_it_reports_gets_fewer_layers(default_talker
     assert "the GPU has room for 0 of 3 layers" in done.stderr
     # now the second try also fails, although it puts no layers on the GPU
     Full.most = -1
-    one_line(generate("--raw"), 8, "the GPU is full")
+    assert_one_line(generate("--raw"), 8, "the GPU is full")
     assert Full.tried[2:] == [None, 0]
     # if the user chose the layers, kvtool does not try again
-    one_line(generate("--raw", "-ngl", 2), 8, "the GPU is full")
+    assert_one_line(generate("--raw", "-ngl", 2), 8, "the GPU is full")
     assert Full.tried[4:] == [2]
 
 
@@ -239,11 +245,11 @@ def test_resident_tokens_leave_less_gpu_memory_for_layers(default_talker, monkey
 def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, monkeypatch):
     open_context, models = loop.open_context, []
 
-    def crowded(model, *how):
+    def crowded(model, *arguments):
         models.append(model)
         if model._n_gpu_layers != 0:
             raise OutOfMemory("no memory for a cache", on_gpu=model.uses_gpu)
-        return open_context(model, *how)
+        return open_context(model, *arguments)
 
     monkeypatch.setattr(loop, "open_context", crowded)
     monkeypatch.setattr(llama_model, "has_gpu", lambda: True)
@@ -256,7 +262,7 @@ def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, mo
         "the GPU has room for 0 of 3 layers; the rest is in host memory (--gpu-layers sets another number)"
     ]
     line = "choose a smaller --budget, --batch-size or --ctx-size, fewer --gpu-layers, or a smaller model"
-    one_line(generate("--raw", "-ngl", 2), 8, line)
+    assert_one_line(generate("--raw", "-ngl", 2), 8, line)
     assert len(models) == 3
 
 
@@ -276,5 +282,7 @@ def test_command_says_how_many_layers_are_in_host_memory(default_talker, monkeyp
     for n in ("all", -2, 1):
         assert line not in generate("--raw", "-ngl", n).stderr
     assert line in generate("--raw", "-ngl", "auto").stderr
-    one_line(generate("-ngl", "some"), 2, "--gpu-layers must be a whole number or auto or all, got 'some'")
-    one_line(generate("-ngl", "-3"), 2, "--gpu-layers must be at least -2, got -3")
+    assert_one_line(
+        generate("-ngl", "some"), 2, "--gpu-layers must be a whole number or auto or all, got 'some'"
+    )
+    assert_one_line(generate("-ngl", "-3"), 2, "--gpu-layers must be at least -2, got -3")

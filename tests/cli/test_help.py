@@ -25,8 +25,8 @@ from kvtool.cli.models import _CacheTypes
 from kvtool.cli.settings import all_commands
 from kvtool.config.run import RunOptions
 from kvtool.options import declared
-from tests import forked
-from tests.cli.called import called, one_line
+from tests import fork_server
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import KVTOOL, kvtool
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_help_and_version_flags_work_for_every_command(words):
         "    try: app(sys.argv[1:] + more, prog_name='kvtool')\n"
         "    except SystemExit as end: print(f'ended with {end.code}')\n"
     )
-    done = forked.run([sys.executable, "-c", code, *words.split()])
+    done = fork_server.run([sys.executable, "-c", code, *words.split()])
     first, second, *versions = done.stdout.split("ended with 0\n")[:-1]
     assert first == second
     assert first.startswith(" ".join(["Usage: kvtool", *words.split(), "["]))
@@ -54,9 +54,9 @@ def test_help_and_version_flags_work_for_every_command(words):
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
     # the placeholder of a value is a name in capitals, not a type; ranges are described in words
-    shown = first.split("\nExamples:")[0]
+    help_text = first.split("\nExamples:")[0]
     assert not re.search(
-        r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M
+        r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", help_text, re.M
     )
 
 
@@ -81,7 +81,7 @@ def test_command_list_repeats_the_first_sentence_of_each_help():
         command = root.commands[name]
         text = " ".join((command.help or "").split())
         assert text.startswith(sentence), name
-        assert sentence in " ".join(called("--help").stdout.split())
+        assert sentence in " ".join(run_kvtool("--help").stdout.split())
 
 
 def test_help_groups_options_and_shows_their_defaults():
@@ -109,10 +109,10 @@ def test_aliases_of_options_work_and_are_not_shown():
     assert value("parallel", ("serve",), "-np", "3") == 3
     assert value("argument", ("generate",), "--", "-np") == "-np"
     # a key of the file applies to all commands, so no alias may be an option of any command
-    own = {name for command in COMMANDS_OF.values() for param in command.params for name in param.opts}
+    options = {name for command in COMMANDS_OF.values() for param in command.params for name in param.opts}
     for words, command in COMMANDS_OF.items():
         aliases = [alias for param in command.params for alias in param.aliases]
-        assert len(set(aliases) - own) == len(aliases), words
+        assert len(set(aliases) - options) == len(aliases), words
         for alias in aliases:
             assert not re.search(rf"(?<![\w-]){alias}(?![\w-])", shown_by(*words)), alias
     assert completed("kvtool chat --temper") == []
@@ -142,16 +142,16 @@ def test_group_help_cuts_no_sentence_about_a_command(group):
 
 def shown_by(*words):
     """Return the help of a command without its line breaks."""
-    return " ".join(called(*words, "-h").stdout.split())
+    return " ".join(run_kvtool(*words, "-h").stdout.split())
 
 
 def test_command_groups_do_not_list_completion_options():
     for name in ("models", "session"):
-        assert "completion" not in called(name, "-h").stdout
+        assert "completion" not in run_kvtool(name, "-h").stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["run"], "there is no command 'run'; use `kvtool chat`"),
         (["list"], "there is no command 'list'; use `kvtool models list`"),
@@ -230,8 +230,8 @@ def test_command_groups_do_not_list_completion_options():
         (["chat", "--plain=3"], "--plain takes no value; `kvtool chat -h` lists its options"),
     ],
 )
-def test_misspelt_or_foreign_input_gets_one_line_of_advice(words, said):
-    one_line(called(*words), 2, f"kvtool: {said}")
+def test_misspelt_or_foreign_input_gets_one_line_of_advice(words, message):
+    assert_one_line(run_kvtool(*words), 2, f"kvtool: {message}")
 
 
 def test_values_are_not_read_as_options_of_other_programs():
@@ -243,13 +243,13 @@ def test_values_are_not_read_as_options_of_other_programs():
 def test_options_of_llama_cpp_get_advice():
     for advice, names in near.ADVICE.items():
         for name in names:
-            one_line(called("bench", name, "x"), 2, advice.format(value="x"))
+            assert_one_line(run_kvtool("bench", name, "x"), 2, advice.format(value="x"))
 
 
 def test_every_suggested_command_exists():
-    known = {" ".join(words) for words in COMMANDS_OF} | {"--version", "models rm"}
+    commands = {" ".join(words) for words in COMMANDS_OF} | {"--version", "models rm"}
     for group, names in near.INSTEAD.items():
-        assert set(names.values()) <= known
+        assert set(names.values()) <= commands
         at = get_command(app)
         for word in group.split()[1:]:
             at = at.commands[word]
@@ -258,7 +258,7 @@ def test_every_suggested_command_exists():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
         # with more threads, ggml would end the process
@@ -284,12 +284,12 @@ def test_every_suggested_command_exists():
         ),
     ],
 )
-def test_value_out_of_range_gets_one_line(smollm2, words, said):
-    one_line(called("chat" if words[0] < "--s" else "generate", *words, stdin="x"), 2, said)
+def test_value_out_of_range_gets_one_line(smollm2, words, message):
+    assert_one_line(run_kvtool("chat" if words[0] < "--s" else "generate", *words, stdin="x"), 2, message)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["generate", "x", "-p", "y"], "'x' and -p 'y' are two prompts; leave out one of them"),
         (["chat", "x", "-m", "y"], "'x' and -m 'y' are two models; leave out one of them"),
@@ -329,9 +329,9 @@ def test_value_out_of_range_gets_one_line(smollm2, words, said):
         (["chat", "--transcript="], "the transcript's name is empty; name a file"),
     ],
 )
-def test_conflicting_arguments_get_one_line(words, said, tmp_path):
+def test_conflicting_arguments_get_one_line(words, message, tmp_path):
     (tmp_path / "link").symlink_to("a.kv")
-    one_line(called(*words, cwd=tmp_path), 2, f"kvtool: {said}\n")
+    assert_one_line(run_kvtool(*words, cwd=tmp_path), 2, f"kvtool: {message}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
@@ -346,31 +346,34 @@ def test_prompt_may_be_argument_option_file_or_stdin(default_talker, tmp_path, m
     (tmp_path / "prompt.txt").write_text("Say hello.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
 
-    def answered(*arguments, stdin=""):
+    def reply_to(*arguments, stdin=""):
         done = kvtool("generate", *arguments, "-n", 6, "--temp", 0, "-t", 1, "--json", stdin=stdin)
         assert done.returncode == 0, done.stderr
         record = json.loads(done.stdout)
         return record["text"], record["prompt_tokens"]
 
-    wanted = answered("-p", "Say hello.")
+    expected = reply_to("-p", "Say hello.")
     file = tmp_path / "prompt.txt"
     assert (
-        answered("Say hello.") == answered("-f", file) == answered("-f", "-", stdin="Say hello.\n") == wanted
+        reply_to("Say hello.")
+        == reply_to("-f", file)
+        == reply_to("-f", "-", stdin="Say hello.\n")
+        == expected
     )
-    both = answered("Go on.", stdin="Say hello.")
-    assert answered("Go on.", "-f", file) == answered("-p", "Go on.", "--file", file) == both != wanted
+    both = reply_to("Go on.", stdin="Say hello.")
+    assert reply_to("Go on.", "-f", file) == reply_to("-p", "Go on.", "--file", file) == both != expected
     (tmp_path / "more notes.txt").write_text("And Tom.\n")
     two = "-f", file, "-f", tmp_path / "more notes.txt"
-    assert answered(*two) == answered("Say hello.\n\nAnd Tom.") != wanted
+    assert reply_to(*two) == reply_to("Say hello.\n\nAnd Tom.") != expected
     whole = "Say hello.\n\nAnd Tom.\n\nBye."
-    assert answered("Go on.", *two, stdin="Bye.") == answered("Go on.", stdin=whole)
+    assert reply_to("Go on.", *two, stdin="Bye.") == reply_to("Go on.", stdin=whole)
     # the variable for a repeatable option takes several values, or the name of one file with blanks
     for names, prompt in ((two[3], "And Tom."), (f"{file} {file}", "Say hello.\n\nSay hello.")):
         monkeypatch.setenv("KVTOOL_GENERATE_FILE", str(names))
-        assert answered() == answered("-f", "-", stdin=prompt)
+        assert reply_to() == reply_to("-f", "-", stdin=prompt)
     monkeypatch.delenv("KVTOOL_GENERATE_FILE")
-    system = answered("Say hello.", "--system", "Be brief.")
-    assert answered("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
+    system = reply_to("Say hello.", "--system", "Be brief.")
+    assert reply_to("Say hello.", "--system-file", tmp_path / "system.txt") == system != expected
 
 
 def test_minus_1_means_no_limit_or_a_random_seed(smollm2):
@@ -424,14 +427,14 @@ def test_gpu_layers_without_a_gpu_are_reported(default_talker, tmp_path, monkeyp
         ("compare", tmp_path / "text", "--policies", "local", "--budgets", 16),
         ("eval", "passkey", "--set", "lengths=64", "--limit", 1),
     ):
-        assert called(*words, *options, 99).stderr.count(line) == 1, words
-    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *options, 0).stderr
+        assert run_kvtool(*words, *options, 99).stderr.count(line) == 1, words
+    assert "--gpu-layers" not in run_kvtool("generate", "Hi", "-n", 1, *options, 0).stderr
     monkeypatch.setattr("kvtool.llama.libllama.devices.has_gpu", lambda: True)
-    assert "--gpu-layers" not in called("generate", "Hi", "-n", 1, *options, 99).stderr
+    assert "--gpu-layers" not in run_kvtool("generate", "Hi", "-n", 1, *options, 99).stderr
 
 
 def test_a_prompt_that_full_cannot_hold_is_refused_before_it_is_read(default_talker):
-    done = called("generate", "word " * 400, "--policy", "full", "-c", 256, "-t", 1)
+    done = run_kvtool("generate", "word " * 400, "--policy", "full", "-c", 256, "-t", 1)
     assert (done.returncode, done.stdout) == (5, "")
     assert re.fullmatch(
         r"kvtool: the prompt \([\d,]+ tokens\) does not fit in the cache \(256\) and `full` never evicts; "
@@ -467,14 +470,14 @@ def test_v_shows_the_traceback_of_a_user_policy_and_vv_llama_cpps_log(default_ta
     line = "kvtool: Mine.plan: RuntimeError: no idea (mine.py, line 11)\n"
     code, plain = stderr_of(*options)
     assert (code, "Traceback" in plain, plain.endswith(f"\n{line}")) == (7, False, True)
-    code, shown = stderr_of(*options, "-v")
+    code, stderr = stderr_of(*options, "-v")
     assert code == 7
-    assert 'mine.py", line 8, in plan' in shown
-    assert 'mine.py", line 11, in helper' in shown
+    assert 'mine.py", line 8, in plan' in stderr
+    assert 'mine.py", line 11, in helper' in stderr
     # -v shows the lines of the policy, but not the lines of the engine
-    assert "eviction.py" not in shown
-    assert shown.endswith(f"RuntimeError: no idea\n{line}")
-    assert "llama_context" not in shown
+    assert "eviction.py" not in stderr
+    assert stderr.endswith(f"RuntimeError: no idea\n{line}")
+    assert "llama_context" not in stderr
     assert "llama_context" in stderr_of(*options, "-vv")[1]
     code, plain = stderr_of("-n", 2, "-v")
     assert (code, "cells per row" in plain, "llama_context" in plain) == (0, True, False)
@@ -486,35 +489,35 @@ def test_explain_shows_the_unused_bytes_of_a_small_budget(smollm2):
     done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 100, "-b", 64, "--explain")
     # bytes of a cell: 30 layers, K and V, 3 heads of 64 numbers in f16
     cell = 30 * 2 * 3 * 64 * 2
-    taken, spare = 100 * cell / 2**20, 156 * cell / 2**20
-    assert f"(256 cells per row; {taken:.1f} MiB for the budget's cells, {spare:.1f} MiB more " in done.stderr
+    used, spare = 100 * cell / 2**20, 156 * cell / 2**20
+    assert f"(256 cells per row; {used:.1f} MiB for the budget's cells, {spare:.1f} MiB more " in done.stderr
     of_256 = "--policy", "h2o", "--budget", 256
     done = kvtool("generate", "Hi", "-n", 1, "-t", 1, *of_256, "-b", 1, "--explain")
     assert "(256 cells per row), " in done.stderr
 
 
-@pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
-def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_said):
-    master, theirs = pty.openpty()
+@pytest.mark.parametrize(("budget", "is_shown"), [(100, True), (256, False)])
+def test_terminal_shows_the_unused_bytes_of_a_small_budget(smollm2, budget, is_shown):
+    master, slave = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
-    forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    fork_server.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=slave, check=True)
     # `os.read` would wait if the command wrote nothing, so the test itself writes a byte.
-    os.write(theirs, b".")
-    os.close(theirs)
-    written = os.read(master, 4096).decode()
+    os.write(slave, b".")
+    os.close(slave)
+    output = os.read(master, 4096).decode()
     os.close(master)
     assert (
-        written.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
+        output.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_shown
     )
     # another line says that -n has cut the answer
-    assert written.count("\n") == is_said + 1
+    assert output.count("\n") == is_shown + 1
 
 
 def test_error_lines_wrap_between_words():
-    master, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
-    forked.run([*KVTOOL, "chat", "--evict-every", "x"], stdin=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    fork_server.run([*KVTOOL, "chat", "--evict-every", "x"], stdin=subprocess.DEVNULL, stderr=slave)
+    os.close(slave)
     lines = os.read(master, 4096).decode().splitlines()
     os.close(master)
     assert " ".join(lines) == kvtool("chat", "--evict-every", "x").stderr.strip()
@@ -525,13 +528,13 @@ def test_error_lines_wrap_between_words():
 def completed(line, **env):
     words = line.split(" ")
     variables = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = forked.run(KVTOOL, env={**os.environ, **variables, **env}, check=True)
+    done = fork_server.run(KVTOOL, env={**os.environ, **variables, **env}, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
         ("kvtool ch", ["chat"]),
         ("kvtool models sh", ["show"]),
@@ -556,8 +559,8 @@ def completed(line, **env):
         ("kvtool chat -m ./x", []),
     ],
 )
-def test_bash_completes_commands_options_and_values(line, wanted):
-    assert completed(line) == wanted
+def test_bash_completes_commands_options_and_values(line, expected):
+    assert completed(line) == expected
 
 
 def test_completion_of_sessions_offers_only_sessions_and_folders(tmp_path, monkeypatch):
@@ -585,8 +588,8 @@ def test_zsh_and_fish_complete_too(shell):
         "_TYPER_COMPLETE_ARGS": "kvtool chat --policy str",
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    done = forked.run(KVTOOL, env={**os.environ, **variables}, check=True)
+    done = fork_server.run(KVTOOL, env={**os.environ, **variables}, check=True)
     assert "streamingllm" in done.stdout
     assert "h2o" not in done.stdout
     source = {**os.environ, "_KVTOOL_COMPLETE": f"source_{shell}"}
-    assert "complete" in forked.run(KVTOOL, env=source, check=True).stdout
+    assert "complete" in fork_server.run(KVTOOL, env=source, check=True).stdout

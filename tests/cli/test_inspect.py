@@ -22,15 +22,15 @@ from kvtool import policies
 from kvtool.cli.inspect import page as inspect_page
 from kvtool.cli.inspect import terminal as inspect_terminal
 from kvtool.measure import holdings
-from tests.cli.called import called, one_line
+from tests.blocking_policy import TIMEOUT_S
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import kvtool
-from tests.engine.running import open_engine, text
-from tests.held import PATIENCE_S
+from tests.engine.exact_engines import open_engine, random_tokens
 
 SHARES = [1, 0.71, 0.41, 0.1, 0.011, 0]
 
 
-def shown(texts, share, last=100, archived=(), **console):
+def rendered(texts, share, last=100, archived=(), **console):
     out = io.StringIO()
     is_archived = np.isin(np.arange(len(texts)), archived)
     inspect_terminal.show(
@@ -40,14 +40,14 @@ def shown(texts, share, last=100, archived=(), **console):
     return out.getvalue()
 
 
-def drawn(texts, width):
+def drawing(texts, width):
     return [
         "".join(piece for piece, _ in line) for line in inspect_terminal.lines(texts, [0] * len(texts), width)
     ]
 
 
 def test_text_without_colours_has_marks_below_it():
-    out = shown(["One", " and", " two", "s", ".\n", "\u4e16 end"], SHARES)
+    out = rendered(["One", " and", " two", "s", ".\n", "\u4e16 end"], SHARES)
     legend, strip, body = (
         out.split("\n\n")[0],
         out.split("right:\n")[1].split("\n")[0],
@@ -63,26 +63,26 @@ def test_text_without_colours_has_marks_below_it():
 def test_columns_of_the_strip_are_spread_evenly():
     # every second token is held by all rows, the others by none; so a column of two tokens has the mark for
     # one half
-    strip = shown(["a"] * 30, [1, 0] * 15).split("right:\n")[1].split("\n")[0]
+    strip = rendered(["a"] * 30, [1, 0] * 15).split("right:\n")[1].split("\n")[0]
     assert strip == "#6.6" * 5
 
 
 def test_lines_break_between_words_and_show_control_characters():
-    assert drawn(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
-    assert drawn(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [
+    assert drawing(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
+    assert drawing(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [
         "a\u23ce",
         "\u23ce",
         "b\u2192   c\u241b[2J\u23ce",
     ]
-    assert drawn(["\u202eabc", "\x9b"], 20) == ["\ufffdabc\ufffd"]
+    assert drawing(["\u202eabc", "\x9b"], 20) == ["\ufffdabc\ufffd"]
     # one word is longer than a line, and some characters are two columns wide
-    assert drawn(["x", "abcdefghijkl"], 5) == ["x", "abcde", "fghij", "kl"]
-    assert drawn(["\u4e16\u754c", "\u4e16"], 5) == ["\u4e16\u754c", "\u4e16"]
-    assert drawn(["", ""], 5) == []
+    assert drawing(["x", "abcdefghijkl"], 5) == ["x", "abcde", "fghij", "kl"]
+    assert drawing(["\u4e16\u754c", "\u4e16"], 5) == ["\u4e16\u754c", "\u4e16"]
+    assert drawing(["", ""], 5) == []
 
 
 def test_hidden_earlier_tokens_are_counted():
-    out = shown([f" {i}" for i in range(30)], [0] * 10 + [1] * 20, last=12)
+    out = rendered([f" {i}" for i in range(30)], [0] * 10 + [1] * 20, last=12)
     assert "the whole stream of 30 tokens" in out
     assert "the last 12 tokens; 18 earlier ones are not shown" in out
     assert " 18" in out
@@ -92,7 +92,7 @@ def test_hidden_earlier_tokens_are_counted():
 
 def test_with_256_colours_tokens_are_shaded():
     colours = {"force_terminal": True, "color_system": "256"}
-    out = shown(["One", " and", " two", " or", " three", " gone"], SHARES, width=60, **colours)
+    out = rendered(["One", " and", " two", " or", " three", " gone"], SHARES, width=60, **colours)
     assert "\x1b[38;5;16;48;5;123mOne\x1b[0m" in out
     assert "\x1b[38;5;231;48;5;17m three\x1b[0m" in out
     assert "\x1b[38;5;244m gone\x1b[0m" in out
@@ -110,25 +110,25 @@ def test_with_256_colours_tokens_are_shaded():
     ],
 )
 def test_terminals_without_256_colours_show_marks(console):
-    out = shown(["One", " two"], [1, 0.5], width=60, **console)
+    out = rendered(["One", " two"], [1, 0.5], width=60, **console)
     assert "\nOne two\n###6666\n" in out or "\nOne two\n###7777\n" in out
     assert "\x1b" not in out
 
 
 def test_lines_about_tokens_are_wrapped_between_words_in_a_terminal():
     arguments = ["One", " two"] * 20, [1, 0.5] * 20, 30, [3]
-    lines = shown(*arguments, width=40, force_terminal=True, color_system=None).split("\n")
+    lines = rendered(*arguments, width=40, force_terminal=True, color_system=None).split("\n")
     assert max(map(len, lines)) <= 40
     words = re.findall(r"[a-z]+", " ".join(lines))
-    assert sorted(words) == sorted(re.findall(r"[a-z]+", shown(*arguments, width=400)))
+    assert sorted(words) == sorted(re.findall(r"[a-z]+", rendered(*arguments, width=400)))
     # lines are never wrapped in a pipe
-    assert any(len(line) > 40 for line in shown(*arguments, width=40).split("\n"))
+    assert any(len(line) > 40 for line in rendered(*arguments, width=40).split("\n"))
 
 
 @pytest.mark.parametrize("shaded", [False, True])
 def test_archived_tokens_are_not_counted_as_forgotten(shaded):
     colours = {"width": 60, "force_terminal": True, "color_system": "256"} if shaded else {"width": 120}
-    out = shown(["One", " two", " three", " four"], [1, 0, 0, 0], archived=[1, 2], **colours)
+    out = rendered(["One", " two", " three", " four"], [1, 0, 0, 0], archived=[1, 2], **colours)
     assert "4 tokens: 1 held by every row, 0 by some, 2 archived, 1 forgotten" in " ".join(out.split())
     if shaded:
         assert "\x1b[38;5;231;48;5;53m two\x1b[0m" in out
@@ -137,23 +137,25 @@ def test_archived_tokens_are_not_counted_as_forgotten(shaded):
         assert "# all rows, a archived" in out
         assert "\n#aa.\n" in out
         assert "One two three four\n###aaaaaaaaaa.....\n" in out
-    assert "archived" not in shown(["One"], [1], **colours)
+    assert "archived" not in rendered(["One"], [1], **colours)
 
 
 @pytest.fixture(scope="module")
 def watched(tiny_model):
     """Run a policy. Return (its Holdings, {tokens read: positions in each row}, the tokens' texts)."""
-    seen = {}
+    positions = {}
 
     def record(n):
-        seen[n] = [set(pos[:k].tolist()) for pos, k in zip(engine.rows.pos, engine.rows.live, strict=True)]
+        positions[n] = [
+            set(pos[:k].tolist()) for pos, k in zip(engine.rows.pos, engine.rows.live, strict=True)
+        ]
 
-    tokens = text(180)
+    tokens = random_tokens(180)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
         snapshots = holdings.watch(engine, tokens, 7, record)
         texts = holdings.texts(engine.model, tokens)
     texts[5] = "</script><!--"
-    return snapshots, [seen[end] for end in snapshots.ends.tolist()], texts
+    return snapshots, [positions[end] for end in snapshots.ends.tolist()], texts
 
 
 RESULT = {
@@ -179,7 +181,7 @@ def run_script(page, driver):
         capture_output=True,
         text=True,
         check=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
     )
     return json.loads(done.stdout)
 
@@ -195,8 +197,8 @@ def test_page_contains_the_tokens_that_the_rows_held(watched, last):
     until = np.frombuffer(zlib.decompress(base64.b64decode(data["until"])), np.uint8).reshape(4, -1)
     for snapshot, end in enumerate(data["ends"]):
         for row in range(4):
-            held = {first + i for i in np.flatnonzero(until[row] > snapshot).tolist() if first + i < end}
-            assert held == {pos for pos in rows[snapshot][row] if pos >= first}
+            positions = {first + i for i in np.flatnonzero(until[row] > snapshot).tolist() if first + i < end}
+            assert positions == {pos for pos in rows[snapshot][row] if pos >= first}
 
 
 def test_page_loads_nothing_and_escapes_the_text(watched):
@@ -226,31 +228,31 @@ def test_page_counts_rows_like_the_engine(watched):
           const parts = [0, 1, 2, 3].map((row) => whereAre(data, until, row, 0, 128, 6));
           console.log(JSON.stringify({ counts, levels, archived, parts }));
         });"""
-    got = run_script(page, driver)
+    actual = run_script(page, driver)
     layer, head = snapshots.layer, snapshots.head
-    chosen = [layer >= 0, layer == 1, head == 0, (layer == 0) & (head == 1), head == 7]
-    want = [
+    selections = [layer >= 0, layer == 1, head == 0, (layer == 0) & (head == 1), head == 7]
+    expected = [
         snapshots.held(s)[rows, 30:].sum(axis=0).tolist()
-        for rows in chosen
+        for rows in selections
         for s in range(len(snapshots.ends))
     ]
-    assert got["counts"] == want
-    assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
-    assert got["levels"] == [0, 1, 2, 6, 7, 8]
-    assert got["archived"] == [False, True, True, False]
+    assert actual["counts"] == expected
+    assert actual["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
+    assert actual["levels"] == [0, 1, 2, 6, 7, 8]
+    assert actual["archived"] == [False, True, True, False]
     # a row's colour depends on two shares of the visible tokens: tokens that the row holds, and tokens that
     # are only in the archive
-    held = snapshots.held(6)[:, 30:158]
-    only = ~held & (np.arange(128) < 100)
-    assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
-    assert 0 < held.mean() < 1
+    is_held = snapshots.held(6)[:, 30:158]
+    only_held = ~is_held & (np.arange(128) < 100)
+    assert actual["parts"] == np.stack([is_held.mean(axis=1), only_held.mean(axis=1)], axis=1).tolist()
+    assert 0 < is_held.mean() < 1
 
 
 @pytest.fixture(scope="module")
 def attended(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8)) as engine:
-        snapshots = holdings.watch(engine, text(180), 3)
-        return snapshots, holdings.texts(engine.model, text(180))
+        snapshots = holdings.watch(engine, random_tokens(180), 3)
+        return snapshots, holdings.texts(engine.model, random_tokens(180))
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
@@ -268,11 +270,11 @@ def test_page_computes_attention_like_the_engine(attended):
         });"""
     share = snapshots.attended.row_share()[:, 30:]
     # all rows have the same number of query heads, so this mean needs no weights
-    want = [share.mean(axis=0), share[snapshots.layer == 1].mean(axis=0), share[1]]
-    got, levels = run_script(page, driver)
+    expected = [share.mean(axis=0), share[snapshots.layer == 1].mean(axis=0), share[1]]
+    actual, levels = run_script(page, driver)
     assert levels == [0, 1, 6, 7, 7, 8, 8]
-    assert np.abs(np.array(got) - want).max() < share.max() / 65535
-    assert want[0].max() > 0.001
+    assert np.abs(np.array(actual) - expected).max() < share.max() / 65535
+    assert expected[0].max() > 0.001
     data = data_of(page)["attended"]
     assert data["query"] == snapshots.attended.query[30:].tolist()
     assert data["share"] == snapshots.attended.query_share[30:].round(6).tolist()
@@ -371,9 +373,9 @@ def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path):
     ],
 )
 def test_bad_input_gets_one_line(arguments, code, words):
-    one_line(called("inspect", *arguments), code, words)
+    assert_one_line(run_kvtool("inspect", *arguments), code, words)
 
 
 def test_text_that_does_not_fit_the_full_cache_is_refused(tiny_model):
-    done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
-    one_line(done, 5, "does not fit in the cache (16)")
+    done = run_kvtool("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
+    assert_one_line(done, 5, "does not fit in the cache (16)")

@@ -15,7 +15,7 @@ from kvtool.cli.chat.input import with_files
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.system import SystemOptions
 from kvtool.system.texts import with_lf
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import user_messages
 
 TEXT = "one two three\nfour five six\n\nseven eight nine\n" * 3
@@ -30,7 +30,7 @@ They parse TOML or JSON, or let Python open a text file, so they need no convers
 """
 
 
-def written(folder, text, end):
+def write_lines(folder, text, end):
     path = folder / "text.txt"
     path.write_bytes(text.replace("\n", end).encode())
     return path
@@ -54,9 +54,9 @@ MEASURED = {
 
 def n_token(command, is_piped, model, folder, end):
     """Number of tokens that a command reads if the lines of the text end with `end`."""
-    text, file = TEXT.replace("\n", end), written(folder, TEXT, end)
+    text, file = TEXT.replace("\n", end), write_lines(folder, TEXT, end)
     words = (str(word).format(text=text, file=file) for word in command)
-    done = called(*words, "--json", "-t", 1, "-m", model, stdin=text if is_piped else "")
+    done = run_kvtool(*words, "--json", "-t", 1, "-m", model, stdin=text if is_piped else "")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     return record.get("prompt_tokens", record["tokens"])
@@ -79,7 +79,7 @@ def test_measured_texts_keep_their_cr_characters(command, is_piped, talker, tmp_
 def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
     session_path = tmp_path / "chat.kv"
     options = ("-m", talker, "-n", 1, "-t", 1, "--session", session_path)
-    done = called("chat", *options, stdin=f"one{end}two{end}")
+    done = run_kvtool("chat", *options, stdin=f"one{end}two{end}")
     assert done.returncode == 0, done.stderr
     assert user_messages(session_path) == ["one", "two"]
 
@@ -87,12 +87,12 @@ def test_a_piped_chat_takes_each_line_as_a_turn(end, talker, tmp_path):
 @every_break
 def test_inserted_files_and_option_texts_are_converted_to_lf(end, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    written(tmp_path, TEXT, end)
+    write_lines(tmp_path, TEXT, end)
     assert with_files("Read @text.txt") == f"Read {TEXT.rstrip()}"
     raw = {"system": None, "system_file": "text.txt"}
     assert SystemOptions.from_values(raw).text() == TEXT.rstrip()
     assert SystemOptions.from_values({"system": f"a{end}b", "system_file": None}).text() == "a\nb"
-    written(tmp_path, 'root ::= "a"\n', end)
+    write_lines(tmp_path, 'root ::= "a"\n', end)
     assert GenerationOptions.from_values({"grammar": "text.txt"}).grammar == 'root ::= "a"\n'
     # typed escapes \r\n are not changed to LF
     assert GenerationOptions.from_values({"stop": [r"\r\n"]}).stop == ("\r\n",)

@@ -59,11 +59,11 @@ class Screen:
 
 
 def write(out, text, seed=0, most=7):
-    draws, at = random.Random(seed), 0
-    while at < len(text):
+    draws, offset = random.Random(seed), 0
+    while offset < len(text):
         n = draws.randint(1, most)
-        out.write(text[at : at + n])
-        at += n
+        out.write(text[offset : offset + n])
+        offset += n
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -72,11 +72,11 @@ def test_printed_reply_keeps_every_character(columns, plain):
     screen = Screen(columns)
     with ReplyStream(screen.console, plain=plain) as out:
         write(out, TEXT, seed=columns)
-    seen = re.sub(r"\x1b\[[0-9;]*m", "", screen.file.getvalue())
-    assert re.sub(r"\s", "", seen) == re.sub(r"\s", "", TEXT)
+    output = re.sub(r"\x1b\[[0-9;]*m", "", screen.file.getvalue())
+    assert re.sub(r"\s", "", output) == re.sub(r"\s", "", TEXT)
     if plain or columns == 400:
         # lines end only where the model ends them
-        assert seen == TEXT + "\n"
+        assert output == TEXT + "\n"
 
 
 def test_prose_breaks_between_words_and_code_does_not():
@@ -99,12 +99,12 @@ def test_code_and_bold_text_have_their_own_styles():
     screen = Screen(80)
     with ReplyStream(screen.console) as out:
         write(out, TEXT)
-    seen = screen.file.getvalue()
-    assert "\x1b[36mdef\x1b[0m" in seen
-    assert "\x1b[36mList<String>\x1b[0m" in seen
-    assert "\x1b[1mbold\x1b[0m" in seen
+    output = screen.file.getvalue()
+    assert "\x1b[36mdef\x1b[0m" in output
+    assert "\x1b[36mList<String>\x1b[0m" in output
+    assert "\x1b[1mbold\x1b[0m" in output
     for plain in ("2**3", "2*3*4", "__init__", "<div>", "Done."):
-        assert re.search(rf"(?<!\[1m)(?<!\[36m){re.escape(plain)}", seen), plain
+        assert re.search(rf"(?<!\[1m)(?<!\[36m){re.escape(plain)}", output), plain
 
 
 def test_hundred_lines_stay_hundred_lines_after_a_resize():
@@ -143,9 +143,9 @@ def test_finished_thought_is_folded_to_one_line(hide):
             # make the view update the screen now; usually it waits between two updates
             view._drawn = 0.0
             write(view, f"{'<think>' * (i == 0)}thought {i}\n", seed=i)
-        seen = "\n".join(screen.lines())
-        assert ("thought 58" in seen) is not hide
-        assert "thought 40" not in seen
+        output = "\n".join(screen.lines())
+        assert ("thought 58" in output) is not hide
+        assert "thought 40" not in output
         write(view, "</think>\n\nIt is **seven**.")
     # on a busy machine, a second may have passed
     lines = [re.sub(r"for \d+ s", "for N s", line) for line in screen.lines() if line]

@@ -73,7 +73,7 @@ def test_typed_values_override_session_values_which_override_settings():
 def test_subclass_may_redeclare_and_hide_fields():
     assert Calm().share == 0.25
     assert (declared(Calm)["share"].help, declared(Calm)["share"].in_session) == ("Of the night.", True)
-    assert [each.name for each in parameters(Calm)] == ["height", "share"]
+    assert [parameter.name for parameter in parameters(Calm)] == ["height", "share"]
     with pytest.raises(UsageError, match="--share must be in"):
         Calm(share=-1)
 
@@ -83,16 +83,16 @@ def called(*arguments):
 
     Return Typer's result if Typer refuses the arguments.
     """
-    got = []
+    calls = []
 
     @options
     def command(*, tide: Tide, loud: bool = False) -> None:
-        got.append((tide, loud))
+        calls.append((tide, loud))
 
     app = typer.Typer()
     app.command()(command)
     done = CliRunner().invoke(app, [*arguments])
-    return got[0] if got else done
+    return calls[0] if calls else done
 
 
 def test_command_gets_filled_options_and_the_names_typed():
@@ -162,11 +162,11 @@ def test_open_run_opens_an_engine_and_notes_changed_options(tiny_model):
 )
 def test_default_budget_depends_on_the_policy(tiny_model, options, policy, budget):
     run = RunOptions(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
-    with open_run(run) as opened:
-        assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
+    with open_run(run) as run_engine:
+        assert (run_engine.run.policy, run_engine.engine.policy.budget) == (policy, budget)
         is_other = policy not in (run.policy, options.get("policy"))
         notes = ["recall does not work with --positions in-cache; the policy is h2o"]
-        assert opened.notes == (notes if is_other else [])
+        assert run_engine.notes == (notes if is_other else [])
 
 
 def test_error_names_the_context_that_limits_the_budget(tiny_model):

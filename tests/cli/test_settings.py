@@ -16,7 +16,7 @@ from kvtool import policies
 from kvtool.cli import app, settings
 from kvtool.errors import InputError, UsageError
 from kvtool.system.texts import check_file
-from tests.cli.called import one_line
+from tests.cli.in_process_command import assert_one_line
 from tests.cli.test_cli import kvtool
 
 ROOT = get_command(app)
@@ -184,10 +184,10 @@ def test_typed_options_override_settings_and_settings_take_effect(file, tiny_mod
 
 def test_budget_from_a_setting_is_ignored_by_full(file, tmp_path):
     file("budget = 512")
-    one_line(kvtool("perplexity", "missing.txt", "--policy", "full"), 5)
+    assert_one_line(kvtool("perplexity", "missing.txt", "--policy", "full"), 5)
     full = "chat", "-m", "no-such-model", "--policy", "full"
-    one_line(kvtool(*full), 3, "unknown model")
-    one_line(kvtool(*full, "--budget", 12), 2, "takes no --budget")
+    assert_one_line(kvtool(*full), 3, "unknown model")
+    assert_one_line(kvtool(*full, "--budget", 12), 2, "takes no --budget")
 
 
 def test_config_keys_of_other_commands_import_none_of_them(file):
@@ -230,7 +230,7 @@ def test_config_keys_of_other_commands_import_none_of_them(file):
 )
 def test_wrong_key_or_value_gets_one_line_with_file_and_key(file, text, words):
     path, done = file(text), kvtool("chat")
-    one_line(done, 2, words)
+    assert_one_line(done, 2, words)
     assert done.stderr.startswith(f"kvtool: {path}")
     # kvtool config finds all errors that can be found without running a command
     if "n = 0" not in text and "size" not in text and "another" not in text:
@@ -251,7 +251,7 @@ def test_wrong_key_or_value_gets_one_line_with_file_and_key(file, text, words):
 )
 def test_config_checks_the_tables_of_all_commands(file, text, words):
     file(text)
-    one_line(kvtool("config"), 2, words)
+    assert_one_line(kvtool("config"), 2, words)
 
 
 @pytest.mark.parametrize(
@@ -265,20 +265,20 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
 def test_model_table_for_a_command_without_a_model_is_refused(file, table, command):
     path = file(f"[{table}]\njson = true")
     line = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
-    one_line(kvtool("config", "--json"), 2, line)
+    assert_one_line(kvtool("config", "--json"), 2, line)
     with pytest.raises(UsageError, match="never applies"):
         effective(command)
 
 
 def test_error_names_the_variable_that_set_the_value(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
-    one_line(kvtool("chat"), 2, "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n")
+    assert_one_line(kvtool("chat"), 2, "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n")
 
 
 def test_error_names_the_setting_of_an_option_that_was_not_typed(file):
     path = file("[chat]\nevict-every = 16")
     line = f"(--evict-every is set by {path}: [chat] evict-every)"
-    one_line(kvtool("chat", "--budget", 8), 2, line)
+    assert_one_line(kvtool("chat", "--budget", 8), 2, line)
 
 
 def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, tmp_path):
@@ -286,12 +286,12 @@ def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, 
     line = "kvtool: unknown model 'nope' (and no such file). See `kvtool models list`."
     of_file = f" (--model is set by {path}: model)\n"
     for command in (("generate", "hi"), ("chat",), ("perplexity", path), ("bench",), ("serve",)):
-        one_line(kvtool(*command), 3, line + of_file)
+        assert_one_line(kvtool(*command), 3, line + of_file)
     monkeypatch.setenv("KVTOOL_MODEL", "nope")
-    one_line(kvtool("generate", "hi"), 3, f"{line} (--model is set by $KVTOOL_MODEL)\n")
+    assert_one_line(kvtool("generate", "hi"), 3, f"{line} (--model is set by $KVTOOL_MODEL)\n")
     (tmp_path / "empty.gguf").touch()
     monkeypatch.setenv("KVTOOL_MODEL", str(tmp_path / "empty.gguf"))
-    one_line(
+    assert_one_line(
         kvtool("generate", "hi"),
         3,
         "empty.gguf is empty; download it again (--model is set by $KVTOOL_MODEL)\n",
@@ -299,7 +299,7 @@ def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, 
     # if the model was typed, the error names no setting
     monkeypatch.setenv("KVTOOL_MODEL", "nope")
     for command in (("generate", "hi", "-m", "nope"), ("chat", "nope")):
-        one_line(kvtool(*command), 3, f"{line}\n")
+        assert_one_line(kvtool(*command), 3, f"{line}\n")
 
 
 def test_config_file_named_by_the_variable_must_exist(file, monkeypatch, tmp_path):
@@ -368,14 +368,14 @@ def test_every_command_reports_unknown_variables(file, monkeypatch, name, instea
 )
 def test_config_refuses_invalid_values_of_variables(file, monkeypatch, name, value, line):
     monkeypatch.setenv(name, value)
-    one_line(kvtool("config"), 2, line)
+    assert_one_line(kvtool("config"), 2, line)
 
 
 def test_config_refuses_invalid_values_of_the_file(file):
     path = file('budget = "abc"')
-    one_line(kvtool("config"), 2, f"{path}: budget: --budget is a number of tokens (512), ")
+    assert_one_line(kvtool("config"), 2, f"{path}: budget: --budget is a number of tokens (512), ")
     path = file("[chat]\ntop-p = 7")
-    one_line(kvtool("config"), 2, f"{path}: [chat] top-p must be in 0..1, got 7")
+    assert_one_line(kvtool("config"), 2, f"{path}: [chat] top-p must be in 0..1, got 7")
 
 
 REFUSED = {
@@ -404,23 +404,23 @@ def test_config_and_doctor_refuse_the_values_that_a_command_refuses(file, monkey
     value, exit_code, words = REFUSED[name]
     key = name.lower().replace("_", "-")
 
-    def refused(source):
+    def refusal(source):
         for command in (("config",), ("config", "serve")):
             done = kvtool(*command)
-            one_line(done, exit_code, words)
+            assert_one_line(done, exit_code, words)
             assert done.stderr.startswith(f"kvtool: {source}")
         # without the model, `serve` cannot come to these options
         if name not in ("DRAFT", "LORA"):
             done = kvtool("serve")
-            one_line(done, exit_code, words)
+            assert_one_line(done, exit_code, words)
             assert f"(--{key} is set by {source})" in done.stderr
 
     path = file(f"[serve]\n{key} = '{value}'")
-    refused(f"{path}: [serve] {key}")
+    refusal(f"{path}: [serve] {key}")
     assert problems(f"{path}: [serve] {key}") == ['$EDITOR "$(kvtool config --path)"']
     file("")
     monkeypatch.setenv(f"KVTOOL_{name}", value)
-    refused(f"$KVTOOL_{name}")
+    refusal(f"$KVTOOL_{name}")
     assert problems(f"$KVTOOL_{name}") == [f"unset KVTOOL_{name}"]
 
 
@@ -452,7 +452,7 @@ def test_config_checks_options_of_other_commands(file, monkeypatch, command, nam
 
 def test_argument_that_names_a_model_replaces_the_model_of_a_setting(file, tmp_path):
     file('model = "banana"')
-    one_line(kvtool("chat", tmp_path / "none.gguf"), 3, f"there is no file {tmp_path}/none.gguf\n")
+    assert_one_line(kvtool("chat", tmp_path / "none.gguf"), 3, f"there is no file {tmp_path}/none.gguf\n")
 
 
 def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypatch):
@@ -460,7 +460,7 @@ def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypat
         'parallel = "x"\nqueue = 0\n[banana]\n[models.a.generate]\ntop-p = 7\n[serve]\nprot = 1\nport = -1'
     )
     monkeypatch.setenv("KVTOOL_POLICY", "banana")
-    found = [each["wrong"] for each in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
+    problems = [problem["wrong"] for problem in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
     starts = (
         f"{path}: parallel must be a whole number, got 'x'",
         f"{path}: queue must be at least 1, got 0",
@@ -470,10 +470,10 @@ def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypat
         f"{path}: [serve] port must be in 0..65535, got -1",
         "$KVTOOL_POLICY: unknown policy 'banana'.",
     )
-    ours = [each for each in found if re.search("config|KVTOOL_", each)]
-    assert len(ours) == len(starts)
-    assert all(each.startswith(start) for each, start in zip(ours, starts, strict=True))
-    assert not any("\n" in each for each in ours)
+    mistakes = [problem for problem in problems if re.search("config|KVTOOL_", problem)]
+    assert len(mistakes) == len(starts)
+    assert all(each.startswith(start) for each, start in zip(mistakes, starts, strict=True))
+    assert not any("\n" in mistake for mistake in mistakes)
 
 
 def test_pipe_is_not_read_while_options_are_checked(tmp_path):
@@ -489,7 +489,7 @@ def test_pipe_is_not_read_while_options_are_checked(tmp_path):
 def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeypatch):
     for text, words in (("budget =", " is not TOML"), ("[doctor]\njson = 5", ": [doctor] json must be")):
         path = file(text)
-        one_line(kvtool("config"), 2, f"{path}{words}")
+        assert_one_line(kvtool("config"), 2, f"{path}{words}")
         done = kvtool("config", "--path")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{path}\n", "")
         assert problems(f"{path}{words}") == ['$EDITOR "$(kvtool config --path)"']
@@ -505,12 +505,14 @@ def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeyp
 def problems(words):
     """Return doctor's remedies for wrong settings. Check that each of these problems begins with `words`."""
     done = kvtool("doctor", "--json")
-    found = [
-        each for each in json.loads(done.stdout)["problems"] if re.search("config|KVTOOL_", each["wrong"])
+    problems = [
+        problem
+        for problem in json.loads(done.stdout)["problems"]
+        if re.search("config|KVTOOL_", problem["wrong"])
     ]
-    assert all(each["wrong"].startswith(words) for each in found)
-    assert not found or done.returncode == 1
-    return [each["command"] for each in found]
+    assert all(problem["wrong"].startswith(words) for problem in problems)
+    assert not problems or done.returncode == 1
+    return [problem["command"] for problem in problems]
 
 
 def test_config_shows_the_settings_of_one_command(file):
@@ -520,10 +522,10 @@ def test_config_shows_the_settings_of_one_command(file):
         rows = json.loads(kvtool("config", *arguments, "--json").stdout)["settings"]
         return {row["option"]: (row["value"], row["source"]) for row in rows}
 
-    shown = of("chat")
-    assert shown["--temp"] == (0.25, f"{path}: [models.smollm2-135m] temp")
-    assert shown["--top-k"] == (40, "default")
-    assert shown["--option"] == (["window=64"], f"{path}: [chat] option")
+    settings = of("chat")
+    assert settings["--temp"] == (0.25, f"{path}: [models.smollm2-135m] temp")
+    assert settings["--top-k"] == (40, "default")
+    assert settings["--option"] == (["window=64"], f"{path}: [chat] option")
     assert of("chat", "-m", "other")["--temp"] == (0.75, f"{path}: [models.other] temp")
     assert kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
 

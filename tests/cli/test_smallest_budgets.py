@@ -9,8 +9,8 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import UsageError
-from tests.cli.called import called
-from tests.engine.running import open_engine
+from tests.cli.in_process_command import run_kvtool
+from tests.engine.exact_engines import open_engine
 
 EVICTING = [name for name in policies.names() if policies.load(name).evicts]
 SHAPES = {
@@ -47,7 +47,7 @@ def test_smallest_budget_named_by_the_error_works_for_every_policy(tiny_model, s
     arch, sizes = SHAPES[shape]
     path = tiny_model(arch, **sizes)
     options = ("--raw", "-n", 4, "-t", 1, "-m", path, "--policy", name)
-    check(lambda budget: called("generate", TEXT, *options, "--budget", budget))
+    check(lambda budget: run_kvtool("generate", TEXT, *options, "--budget", budget))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_smallest_budget_named_by_the_error_works_for_every_policy(tiny_model, s
 )
 def test_every_command_names_the_smallest_budget_that_works(tiny_model, command, more):
     options = ("-t", 1, "-m", tiny_model(n_head_kv=1))
-    check(lambda budget: called(command, *more, *options, "--budget", budget, stdin=TEXT))
+    check(lambda budget: run_kvtool(command, *more, *options, "--budget", budget, stdin=TEXT))
 
 
 # with recall, `pin` does not fail, but pins only a part of the text
@@ -72,10 +72,10 @@ def test_budget_named_for_a_pinned_text_works(tiny_model, name):
     path = tiny_model(n_head_kv=1, n_ctx_train=1024)
     with (
         open_engine(path, policies.fit(name, 40)) as engine,
-        pytest.raises(UsageError, match="choose a larger budget") as refused,
+        pytest.raises(UsageError, match="choose a larger budget") as caught,
     ):
         engine.pin(100)
-    n = int(re.search(r"choose a larger budget \((\d+) is enough", str(refused.value))[1])
+    n = int(re.search(r"choose a larger budget \((\d+) is enough", str(caught.value))[1])
     with open_engine(path, policies.fit(name, n)) as engine:
         engine.pin(100)
 
@@ -85,7 +85,7 @@ def test_budget_named_for_a_pinned_text_works(tiny_model, name):
 def test_budget_named_for_a_chat_is_the_smallest_that_works(talker, policy, system):
     def chat(budget):
         options = ("-m", talker, "-n", 1, "-t", 1, "--policy", policy, "--budget", budget)
-        return called("chat", *options, *(("--system", system) if system else ()), stdin="one\n")
+        return run_kvtool("chat", *options, *(("--system", system) if system else ()), stdin="one\n")
 
     n = int(re.search(r"use at least (\d+), and a few more in a chat\n", chat(1).stderr)[1])
     # the budget that is named next may have room for the system prompt only

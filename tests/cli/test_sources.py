@@ -18,8 +18,8 @@ from kvtool.errors import InputError, UsageError
 from kvtool.llama.loaded.model import Model
 from kvtool.system import texts as system_texts
 from kvtool.system.texts import TextSource
-from tests import forked
-from tests.cli.called import called
+from tests import fork_server
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_cli import KVTOOL
 
 PROSE = "The tide came in, twice a day; na\u00efve \u4e16\u754c, 12345.\r\n\n\tand went out.  "
@@ -44,10 +44,10 @@ SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forg
 @pytest.fixture(scope="module")
 def models(smollm2, talker):
     """Two models with different kinds of vocabulary: byte-pair encoding and SentencePiece."""
-    opened = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
-    yield opened
-    for each in opened.values():
-        each.close()
+    models_by_kind = {"BPE": Model(smollm2, no_weights=True), "SPM": Model(talker, no_weights=True)}
+    yield models_by_kind
+    for model in models_by_kind.values():
+        model.close()
 
 
 @pytest.mark.parametrize("vocabulary", ["BPE", "SPM"])
@@ -101,7 +101,7 @@ def test_commands_with_max_tokens_read_only_a_part_of_the_text(
     monkeypatch.setattr(
         TextSource, "start", lambda self, n=None, start=TextSource.start: read.append(n) or start(self, n)
     )
-    done = called(command, file, "--max-tokens", 40, "-t", 1, *STREAMS[command])
+    done = run_kvtool(command, file, "--max-tokens", 40, "-t", 1, *STREAMS[command])
     assert done.returncode == 0, done.stderr
     assert all(n is not None and n < whole / 4 for n in read)
 
@@ -112,11 +112,11 @@ def test_text_read_in_parts_equals_the_whole_text(tmp_path, size):
     file.write_bytes("\ufeffna\u00efve\r\n\u4e16\u754c\r".encode())
     with closing(TextSource(str(file))) as text:
         assert text.start() == text.start() == "na\u00efve\r\n\u4e16\u754c\r"
-    wanted = "na\u00efve\r\n\u4e16\u754c\r"
+    expected = "na\u00efve\r\n\u4e16\u754c\r"
     for n in range(0, 40, size):
         with closing(TextSource(str(file))) as text:
             # a part of a text never ends inside a character
-            assert wanted.startswith(text.start(n))
+            assert expected.startswith(text.start(n))
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_file_pipe_and_named_pipe_give_the_same_results(default_talker, tmp_path
     file.write_text(PROSE * 3)
     os.mkfifo(fifo)
     more = ("--max-tokens", 60, "-t", 1, *STREAMS[command], *["--json"] * (command != "compare"))
-    wanted = of_text(called(command, file, *more))
-    assert of_text(called(command, *more, stdin=PROSE * 3)) == wanted
-    assert of_text(called(command, "-", *more, stdin=PROSE * 3)) == wanted
+    expected = of_text(run_kvtool(command, file, *more))
+    assert of_text(run_kvtool(command, *more, stdin=PROSE * 3)) == expected
+    assert of_text(run_kvtool(command, "-", *more, stdin=PROSE * 3)) == expected
     writer = Thread(target=fifo.write_text, args=[PROSE * 3])
     writer.start()
-    assert of_text(called(command, fifo, *more)) == wanted
+    assert of_text(run_kvtool(command, fifo, *more)) == expected
     writer.join()
 
 
@@ -172,22 +172,22 @@ def test_dev_stdin_and_dev_fd_are_read_like_stdin(talker, tmp_path):
     file = tmp_path / "text"
     file.write_text("Say hello.")
 
-    def read(*words, **how):
+    def read(*words, **kwargs):
         options = ("-n", "1", "-t", "1", "--json", "-m", talker)
-        done = forked.run([*KVTOOL, "generate", *words, *options], **how)
+        done = fork_server.run([*KVTOOL, "generate", *words, *options], **kwargs)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["prompt_tokens"]
 
-    wanted = read("-f", "-", input="Say hello.")
+    expected = read("-f", "-", input="Say hello.")
     for name in ("/dev/stdin", "/dev/fd/0"):
-        assert read("-f", name, input="Say hello.") == wanted
+        assert read("-f", name, input="Say hello.") == expected
     with file.open() as stdin:
-        assert read("-f", "/dev/stdin", stdin=stdin) == wanted
+        assert read("-f", "/dev/stdin", stdin=stdin) == expected
     # the file may also be a pipe, like a shell's <(...)
-    reader, theirs = os.pipe()
-    os.write(theirs, b"Say hello.")
-    os.close(theirs)
-    assert read("-f", f"/dev/fd/{reader}", pass_fds=[reader], stdin=subprocess.DEVNULL) == wanted
+    reader, writer = os.pipe()
+    os.write(writer, b"Say hello.")
+    os.close(writer)
+    assert read("-f", f"/dev/fd/{reader}", pass_fds=[reader], stdin=subprocess.DEVNULL) == expected
     os.close(reader)
 
 
@@ -196,10 +196,10 @@ def test_dev_stdin_and_dev_fd_are_read_like_stdin(talker, tmp_path):
 def test_command_without_a_text_in_a_terminal_gets_one_line(words):
     import pty
 
-    master, theirs = pty.openpty()
-    done = forked.run([*KVTOOL, *words], stdin=theirs)
+    master, slave = pty.openpty()
+    done = fork_server.run([*KVTOOL, *words], stdin=slave)
     os.close(master)
-    os.close(theirs)
+    os.close(slave)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "in a pipe" in done.stderr
 

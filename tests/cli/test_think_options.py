@@ -10,7 +10,7 @@ from kvtool.chats import session
 from kvtool.chats.effort import LEVELS, OFF, ON
 from kvtool.config.generation import EFFORTS
 from tests import tiny
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import terminals
 
 EMPTY = "<think></think>"
@@ -18,9 +18,12 @@ EMPTY = "<think></think>"
 SWITCHED = tiny.CHAT_TEMPLATE.replace(
     "[a]{% endif", "[a]{% if enable_thinking is false %}" + EMPTY + "{% endif %}{% endif"
 )
-TOLD = "{% if messages[0].role != 'system' %}[s]I am made up.[e]{% endif %}" + tiny.CHAT_TEMPLATE.replace(
-    "{% for", "effort {{ reasoning_effort or 'high' }}.{% for", 1
-).replace("[a]", "[a]<think>")
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}[s]I am made up.[e]{% endif %}"
+    + tiny.CHAT_TEMPLATE.replace("{% for", "effort {{ reasoning_effort or 'high' }}.{% for", 1).replace(
+        "[a]", "[a]<think>"
+    )
+)
 
 OPENS = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
 COUNTS = "{{ thinking_budget or 'any' }} tokens." + OPENS
@@ -40,8 +43,8 @@ def models(tmp_path_factory):
     return model
 
 
-def n_prompt(model, *options, **how):
-    done = called("generate", "Hello", "-m", model, "-n", 1, "-t", 1, "--json", *options, **how)
+def n_prompt(model, *options, **kwargs):
+    done = run_kvtool("generate", "Hello", "-m", model, "-n", 1, "-t", 1, "--json", *options, **kwargs)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["prompt_tokens"], done.stderr
 
@@ -58,15 +61,15 @@ def test_an_effort_reaches_the_prompt_of_generate(models):
 
 
 def test_unsupported_effort_is_refused_if_typed_and_reported_if_set(models):
-    done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "low", "-n", 1)
+    done = run_kvtool("generate", "Hello", "-m", models(SWITCHED), "--think", "low", "-n", 1)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kvtool: think low: the model's chat template takes off and on\n"
     n, stderr = n_prompt(models(SWITCHED), env={"KVTOOL_THINK": "low"})
     assert "think low: the model's chat template takes off and on; it is left out\n" in stderr
     assert n == n_prompt(models(SWITCHED))[0]
-    done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "deep")
+    done = run_kvtool("generate", "Hello", "-m", models(SWITCHED), "--think", "deep")
     assert (done.returncode, "--think must be one of on, off," in done.stderr) == (2, True)
-    done = called("generate", "Hello", "-m", models(SWITCHED), "--think", "off", "--raw")
+    done = run_kvtool("generate", "Hello", "-m", models(SWITCHED), "--think", "off", "--raw")
     assert (done.returncode, "--raw leaves out" in done.stderr) == (2, True)
 
 
@@ -79,13 +82,13 @@ def test_a_session_keeps_its_effort(models, tmp_path):
         assert meta["options"]["think"] == meta["effort"]
         return meta["effort"]
 
-    assert called(*command, "--think", "off", stdin="One\n").returncode == 0
+    assert run_kvtool(*command, "--think", "off", stdin="One\n").returncode == 0
     assert effort() == "off"
-    assert called(*command, stdin="Two\n").returncode == 0
+    assert run_kvtool(*command, stdin="Two\n").returncode == 0
     assert effort() == "off"
-    assert called(*command, "--think", "on", stdin="Three\n").returncode == 0
+    assert run_kvtool(*command, "--think", "on", stdin="Three\n").returncode == 0
     assert effort() == "on"
-    done = called(*command, "--think", "low", stdin="Four\n")
+    done = run_kvtool(*command, "--think", "low", stdin="Four\n")
     assert (done.returncode, done.stderr.count("takes off and on")) == (2, 1)
 
 
@@ -93,14 +96,14 @@ def test_think_budget_closes_the_thought_after_n_tokens(models):
     command = ["generate", "Hello", "-m", models(OPENS), "-t", 1, "-n", 40, "--temp", 0]
     command += ["--json", "--logprobs", 0]
     for n in (0, 7):
-        done = called(*command, "--think-budget", n)
-        tokens = [each["token"] for each in json.loads(done.stdout)["logprobs"]["content"]]
+        done = run_kvtool(*command, "--think-budget", n)
+        tokens = [token["token"] for token in json.loads(done.stdout)["logprobs"]["content"]]
         assert "</think>" not in "".join(tokens[:n])
         assert "".join(tokens[n:]).startswith("</think>")
         assert len(tokens) == 40
     # without a limit the thought never ends
-    assert "</think>" not in json.loads(called(*command, "--think-budget", -1).stdout)["text"]
-    done = called(*command, "--think-budget", 7, "--raw")
+    assert "</think>" not in json.loads(run_kvtool(*command, "--think-budget", -1).stdout)["text"]
+    done = run_kvtool(*command, "--think-budget", 7, "--raw")
     assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
 
 
@@ -112,45 +115,45 @@ def test_think_budget_reaches_a_template_that_reads_it(models):
 
 def test_session_keeps_its_thinking_budget(models, tmp_path):
     path, command = tmp_path / "talk.kv", ["chat", "-m", models(OPENS), "-n", 40, "-t", 1, "--policy", "h2o"]
-    assert called(*command, "--session", path, "--think-budget", 3, stdin="One\n").returncode == 0
-    assert called(*command, "--session", path, stdin="Two\n").returncode == 0
+    assert run_kvtool(*command, "--session", path, "--think-budget", 3, stdin="One\n").returncode == 0
+    assert run_kvtool(*command, "--session", path, stdin="Two\n").returncode == 0
     meta = session.read(path)[0]
     assert meta["options"]["think_budget"] == 3
-    replies = [each["content"] for each in meta["messages"] if each["role"] == "assistant"]
+    replies = [message["content"] for message in meta["messages"] if message["role"] == "assistant"]
     assert all("</think>" in reply for reply in replies)
 
 
 def test_session_is_reread_only_if_the_thinking_budget_in_its_prompt_changes(models, tmp_path):
     path, command = tmp_path / "talk.kv", ["chat", "-m", models(COUNTS), "-n", 4, "-t", 1, "--policy", "h2o"]
     for n_mark, options in ((1, ["--think-budget", 3]), (2, []), (1, ["--think-budget", 4]), (2, [])):
-        assert called(*command, "--session", path, *options, stdin="Hello\n").returncode == 0
+        assert run_kvtool(*command, "--session", path, *options, stdin="Hello\n").returncode == 0
         # turns from before a reread cannot be undone, so they have no marks
         assert len(session.read(path)[0]["marks"]) == n_mark
 
 
 def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
-    taken = "the model's chat template takes on, low, medium and high"
-    with terminals(models(TOLD), "-n", 4, "--policy", "h2o", "--budget", 128) as start:
+    efforts = "the model's chat template takes on, low, medium and high"
+    with terminals(models(DEFAULT_SYSTEM), "-n", 4, "--policy", "h2o", "--budget", 128) as start:
         chat = start()
-        assert chat.say("/think") == f"think  (the model's own); {taken}"
-        assert chat.say("/think low") == f"think  low; {taken}"
-        assert chat.say("/set think") == f"think  low; {taken}"
+        assert chat.say("/think") == f"think  (the model's own); {efforts}"
+        assert chat.say("/think low") == f"think  low; {efforts}"
+        assert chat.say("/set think") == f"think  low; {efforts}"
         assert chat.say("/think deep").startswith("/think must be one of on, off, ")
         assert chat.say("/think off") == "think off: the model's chat template cannot switch thinking off"
         chat.say("Hello")
-        again = "the next turn first reads the chat again, because its text has changed"
-        assert chat.say("/set think HIGH") == f"{again}\nthink  high; {taken}"
+        reread_note = "the next turn first reads the chat again, because its text has changed"
+        assert chat.say("/set think HIGH") == f"{reread_note}\nthink  high; {efforts}"
         chat.say("Hello again")
         assert "effort high." in chat.say("/cells 200")
         chat.say("/undo")
         assert "took back /think HIGH" in chat.say("/undo")
-        assert chat.say("/think") == f"think  low; {taken}"
+        assert chat.say("/think") == f"think  low; {efforts}"
         assert chat.say("/set think_budget 5") == "think_budget  5"
         chat.say("/set n 40")
         assert "thought for" in chat.say("Hello again")
         assert len(chat.say("/show thought")) <= 5 * len("aB")
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
-        assert chat.say("/think default").endswith(f"think  (the model's own); {taken}")
+        assert chat.say("/think default").endswith(f"think  (the model's own); {efforts}")
         # the test has set no system prompt, and the model's template has its own
         line = "none was given; the model's chat template brings its own"
         assert chat.say("/show system") == chat.say("/system") == line

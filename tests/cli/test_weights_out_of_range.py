@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.cli.called import called, one_line
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import TEXT
 
 
@@ -50,20 +50,20 @@ def test_logits_that_are_not_finite_get_one_line(scaled, tmp_path, command):
         "most-plausible-alternative": 1,
     }
     (tmp_path / "items.jsonl").write_text(json.dumps(item) + "\n")
-    done = called(*command, "-m", scaled("nan"), "-t", 1, cwd=tmp_path)
-    one_line(done, 3, "the model's logits are not finite; the model file may be damaged")
+    done = run_kvtool(*command, "-m", scaled("nan"), "-t", 1, cwd=tmp_path)
+    assert_one_line(done, 3, "the model's logits are not finite; the model file may be damaged")
 
 
 def test_perplexity_too_large_for_a_float_is_inf_and_null_in_json(scaled, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT[:200])
     words = ["text.txt", "-m", scaled("1e5"), "-t", 1]
-    done = called("perplexity", *words, cwd=tmp_path)
+    done = run_kvtool("perplexity", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "inf\n"), done.stderr
-    done = called("perplexity", *words, "--json", cwd=tmp_path)
+    done = run_kvtool("perplexity", *words, "--json", cwd=tmp_path)
     result = json.loads(done.stdout, parse_constant=pytest.fail)
     assert result["perplexity"] is None
     assert result["nll"] > 709
-    done = called("compare", *words, "--policies", "full,local", "--budgets", 16, "--json", cwd=tmp_path)
+    done = run_kvtool("compare", *words, "--policies", "full,local", "--budgets", 16, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, *_ = (json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines())
     assert (first["perplexity"], first["n_scored"]) == (None, result["tokens"])

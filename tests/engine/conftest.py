@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.llama.cache.context import Context
-from tests.held import PATIENCE_S
+from tests.blocking_policy import TIMEOUT_S
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def compiled(tmp_path_factory):
         library = tmp_path_factory.mktemp(name) / f"{name}.so"
         compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
         command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", source, "-o", library]
-        subprocess.run(command, check=True, timeout=PATIENCE_S)
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
         return library
 
     return compile_library

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 import pytest
 
 from lab.benchmarks.servers import reserved_port
-from tests import forked
-from tests.held import until
+from tests import fork_server
+from tests.blocking_policy import until
 
 TIME_LIMIT = 600
 
@@ -70,9 +70,9 @@ def running():
     """Start a server in another process and yield its Endpoint. Kill the server at the end of the block."""
     skip_without_rpc()
     with reserved_port() as port:
-        server = forked.Popen(
+        server = fork_server.Popen(
             [sys.executable, "-m", "tests.engine.rpc_server", str(port)],
-            cwd=forked.ROOT,
+            cwd=fork_server.ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -100,7 +100,7 @@ def client(module, *arguments):
 
     The module runs in another process, because devices are registered for a whole process.
     """
-    done = forked.run([sys.executable, "-m", module, *arguments], cwd=forked.ROOT)
+    done = fork_server.run([sys.executable, "-m", module, *arguments], cwd=fork_server.ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout), done.stderr.split("\nrun ")
 

@@ -23,12 +23,12 @@ from kvtool.llama.libllama import devices
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
-from tests.cli.called import KEEPS, called, one_line, uncut
+from tests.blocking_policy import TIMEOUT_S
+from tests.cli.in_process_command import RECALL_LINE, assert_one_line, drop_cut_lines, run_kvtool
 from tests.cli.terminal import terminals
 from tests.cli.test_chat_session import TURNS
 from tests.cli.test_cli import kvtool
-from tests.held import PATIENCE_S
-from tests.serve.serving import serving
+from tests.serve.subprocess_server import start_server
 
 RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 
@@ -37,11 +37,11 @@ RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 def talk(chat_model, tmp_path):
     """talk(turns, *options) chats in the session chat.kvs and returns the result. Replies have 12 tokens."""
 
-    def run(turns, *options, **how):
+    def run(turns, *options, **kwargs):
         defaults = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
         command = ["chat", *defaults, *options]
         typed = "".join(f"{turn}\n" for turn in turns)
-        return uncut((kvtool if how else called)(*command, stdin=typed, **how))
+        return drop_cut_lines((kvtool if kwargs else run_kvtool)(*command, stdin=typed, **kwargs))
 
     return run
 
@@ -94,18 +94,18 @@ def test_invalid_archive_limits_are_refused(monkeypatch, text, words):
     ],
 )
 def test_policies_without_an_archive_refuse_archive_options(typed, words):
-    one_line(called(*typed.split(), stdin="a text"), 2, words)
+    assert_one_line(run_kvtool(*typed.split(), stdin="a text"), 2, words)
 
 
 def test_session_does_not_continue_if_the_archive_is_too_small(talk, tmp_path):
     assert talk(TURNS[:4], *RECALL, "--archive", 5000).returncode == 0
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
-    refused = talk(TURNS[4:5], "--archive", 9)
-    assert refused.returncode == 9
-    n = int(refused.stderr.split("--archive ")[1].split()[0])
+    done = talk(TURNS[4:5], "--archive", 9)
+    assert done.returncode == 9
+    n = int(done.stderr.split("--archive ")[1].split()[0])
     assert n > 100
-    assert refused.stderr == (
+    assert done.stderr == (
         f"kvtool: {path} has {n} archived tokens, and this chat's archive takes 9; "
         f"start the chat with --archive {n} or more\n"
     )
@@ -125,35 +125,40 @@ def test_invalid_archive_tables_count_as_zero_tokens(table):
 def test_inspect_counts_archived_and_forgotten_tokens_separately(chat_model):
     # without --policy, inspect uses recall, the default policy of chats
     options = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
-    result = json.loads(called("inspect", *options, "--json", stdin="word " * 20).stdout)
+    result = json.loads(run_kvtool("inspect", *options, "--json", stdin="word " * 20).stdout)
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
     assert result["forgotten"] == 52
     assert result["archive_bytes"] > 0
-    shown = called("inspect", *options, stdin="word " * 20).stdout
-    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
+    output = run_kvtool("inspect", *options, stdin="word " * 20).stdout
+    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in output
 
 
 def test_session_show_prints_the_size_of_the_archive(talk, tmp_path):
     path = tmp_path / "chat.kvs"
     assert talk(TURNS[:4], *RECALL).returncode == 0
-    shown = json.loads(called("session", "show", "--json", path).stdout)
+    summary = json.loads(run_kvtool("session", "show", "--json", path).stdout)
     # all tokens but sinks and window are archived
-    assert 0 < shown["tokens"] - shown["archived"] < 96
-    assert shown["archive_bytes"] > 0
-    lines = dict(line.split(None, 1) for line in called("session", "show", path).stdout.splitlines())
-    assert lines["archive"].strip() == f"{shown['archived']:,} tokens, {format_bytes(shown['archive_bytes'])}"
+    assert 0 < summary["tokens"] - summary["archived"] < 96
+    assert summary["archive_bytes"] > 0
+    lines = dict(line.split(None, 1) for line in run_kvtool("session", "show", path).stdout.splitlines())
+    assert (
+        lines["archive"].strip()
+        == f"{summary['archived']:,} tokens, {format_bytes(summary['archive_bytes'])}"
+    )
     path.unlink()
     assert talk(TURNS[:1], "--policy", "h2o", "--budget", 96).returncode == 0
-    assert "archive" not in called("session", "show", path).stdout
+    assert "archive" not in run_kvtool("session", "show", path).stdout
 
 
 def test_generate_reports_the_archive(chat_model):
     options = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
-    result = json.loads(called("generate", *options, "--json", stdin="word " * 60).stdout)
+    result = json.loads(run_kvtool("generate", *options, "--json", stdin="word " * 60).stdout)
     assert (result["archived"], result["archive_limit"]) == (100, 100)
-    stderr = called("generate", *options, "-v", stdin="word " * 60).stderr
+    stderr = run_kvtool("generate", *options, "-v", stdin="word " * 60).stderr
     assert re.search(r"tokens in .*, archive 100 of at most 100 tokens, [0-9.]+ KiB of host memory\n", stderr)
-    without = called("generate", *options[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60)
+    without = run_kvtool(
+        "generate", *options[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60
+    )
     assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
 
 
@@ -166,17 +171,17 @@ def test_pipe_reports_the_first_loss_of_a_full_archive_once(chat_model, talk):
     )
     assert "the archive is full" not in talk(TURNS[:1], *RECALL, "--archive", 500).stderr
     options = ["-m", chat_model, "-t", 1, "-n", 60, "--temp", 0, *RECALL, "--archive", 30, "-v"]
-    done = uncut(called("generate", *options, stdin="word " * 18))
+    done = drop_cut_lines(run_kvtool("generate", *options, stdin="word " * 18))
     assert done.stderr.count(lost) == 1
     assert re.search(r"\nread .* [1-9][0-9]* tokens forgotten, ", done.stderr)
     # before a long prompt is read, another line says that its oldest tokens are forgotten
-    done = called("generate", *options, stdin="word " * 90)
+    done = run_kvtool("generate", *options, stdin="word " * 90)
     assert "are forgotten (--archive sets that)" in done.stderr
     assert "the archive is full" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("write", "options", "why"),
+    ("write", "options", "reason"),
     [
         (tiny_kinds.write_refact, [], "in this model (ALiBi)"),
         (None, ["--positions", "in-cache"], "with --positions in-cache"),
@@ -184,55 +189,57 @@ def test_pipe_reports_the_first_loss_of_a_full_archive_once(chat_model, talk):
         (None, [], None),
     ],
 )
-def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_path, write, options, why):
+def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_path, write, options, reason):
     model = tmp_path / "kind.gguf" if write else tiny_model()
     if write:
         write(model)
     command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
-    done = called(*command, stdin="word " * 150)
+    done = run_kvtool(*command, stdin="word " * 150)
     result = json.loads(done.stdout)
-    message = f"recall does not work {why}; the policy is h2o\n"
-    assert (result["policy"], message in done.stderr) == (("h2o", True) if why else ("recall", False))
-    assert bool(result["archived"]) == (why is None)
+    message = f"recall does not work {reason}; the policy is h2o\n"
+    assert (result["policy"], message in done.stderr) == (("h2o", True) if reason else ("recall", False))
+    assert bool(result["archived"]) == (reason is None)
     # a policy that the user asked for is never replaced: with recall or one of its options, the command fails
-    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
-        refused = called(*command, *typed, stdin="word " * 150)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused.stderr)
+    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if reason else ():
+        refused_done = run_kvtool(*command, *typed, stdin="word " * 150)
+        assert (refused_done.returncode, refused_done.stdout) == (2, "")
+        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused_done.stderr)
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [(["--positions", "in-cache"], "with --positions in-cache"), (["--prefill", "whole"], None), ([], None)],
 )
-def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(talk, chat_model, tmp_path, options, why):
+def test_chat_and_serve_fall_back_to_h2o_where_recall_does_not_work(
+    talk, chat_model, tmp_path, options, reason
+):
     done = talk(TURNS[:2], *options, "-v")
     first, *_, last = done.stderr.splitlines(keepends=True)
-    pattern = f"recall does not work {why}; the policy is h2o\n" if why else KEEPS
+    pattern = f"recall does not work {reason}; the policy is h2o\n" if reason else RECALL_LINE
     assert re.fullmatch(pattern, first)
     # recall has 512 cells by default. h2o has 1,024, but the trained context limits them to 512
     assert "/512 cells per row" in last
-    assert ("archive" in last) == (why is None)
-    shown = json.loads(called("session", "show", "--json", tmp_path / "chat.kvs").stdout)
-    assert shown["policy"] == ("h2o" if why else "recall")
+    assert ("archive" in last) == (reason is None)
+    summary = json.loads(run_kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
+    assert summary["policy"] == ("h2o" if reason else "recall")
     # a continued session keeps its policy
-    again = talk(TURNS[2:3], *options)
-    assert (again.returncode, "recall does not work" in again.stderr) == (0, False)
-    with serving(chat_model, *options) as server:
+    resumed = talk(TURNS[2:3], *options)
+    assert (resumed.returncode, "recall does not work" in resumed.stderr) == (0, False)
+    with start_server(chat_model, *options) as server:
         assert re.fullmatch(
             pattern.replace(r"\)\n", r"\) for each of 2 parallel requests\n"), server.lines[0]
         )
-        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-            assert http.get("/props").json()["policy"] == shown["policy"]
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+            assert http.get("/props").json()["policy"] == summary["policy"]
             answer = http.post("/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
-        assert answer["kvtool"]["policy"] == shown["policy"]
+        assert answer["kvtool"]["policy"] == summary["policy"]
 
 
 def test_chat_prints_the_size_limit_of_its_archive_at_its_start(talk, tmp_path, monkeypatch):
     file = tmp_path / "file"
     stderr = talk(TURNS[:1], "--archive-file", file).stderr
     assert re.fullmatch(
-        KEEPS.replace("in host memory", rf"on disk \({file}\), with an index in host memory,"), stderr
+        RECALL_LINE.replace("in host memory", rf"on disk \({file}\), with an index in host memory,"), stderr
     )
     (tmp_path / "chat.kvs").unlink()
     # with --explain, the size of the archive is printed in another line
@@ -274,13 +281,13 @@ def test_too_little_free_memory_or_disk_space_for_an_archive_is_refused(tiny_mod
 def test_policy_of_a_session_or_settings_file_is_never_replaced(talk, tiny_model, tmp_path, monkeypatch):
     # the policy of a session is never replaced
     assert talk(TURNS[:1], *RECALL).returncode == 0
-    refused = talk(TURNS[1:2], "--positions", "in-cache")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused.stderr)
+    refused_done = talk(TURNS[1:2], "--positions", "in-cache")
+    assert (refused_done.returncode, refused_done.stdout) == (2, "")
+    assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused_done.stderr)
     # the policy of a settings file is never replaced
     (tmp_path / "config.toml").write_text('policy = "recall"\n')
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
-    done = called("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
+    done = run_kvtool("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Recall needs the distances of the text" in done.stderr
 
@@ -298,10 +305,10 @@ def test_chat_shows_archived_and_forgotten_tokens(chat_model):
             greeting,
         )
         full = "the archive is full (30 tokens): from now on, the oldest tokens are forgotten; a larger"
-        said = [chat.say(f"{'word ' * 20}{i}") for i in range(10)]
+        outputs = [chat.say(f"{'word ' * 20}{i}") for i in range(10)]
         # the line is shown once, after the first turn with which tokens are forgotten
-        first = next(i for i, text in enumerate(said) if " 0 % forgotten" not in text)
-        assert [full in text for text in said] == [i == first for i in range(10)]
+        first = next(i for i, text in enumerate(outputs) if " 0 % forgotten" not in text)
+        assert [full in text for text in outputs] == [i == first for i in range(10)]
         stats = chat.say("/stats")
         assert re.search(
             r"in the cache +\d+ tokens per row and \d+ places for archived text, at most 96", stats
@@ -321,7 +328,7 @@ def test_chat_shows_archived_and_forgotten_tokens(chat_model):
 
 
 @pytest.mark.parametrize(
-    ("asked", "sizes", "gpu", "options", "chosen"),
+    ("archive_type", "sizes", "gpu", "options", "expected"),
     [
         ("auto", (64, 64), False, {}, "iq4_nl"),
         ("auto", (64, 64), True, {}, "q8_0"),
@@ -333,29 +340,29 @@ def test_chat_shows_archived_and_forgotten_tokens(chat_model):
         ("f32", (80, 80), True, {}, "f32"),
     ],
 )
-def test_archive_type_depends_on_model_and_device(monkeypatch, asked, sizes, gpu, options, chosen):
+def test_archive_type_depends_on_model_and_device(monkeypatch, archive_type, sizes, gpu, options, expected):
     monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
     info = SimpleNamespace(head_size_k=sizes[0], head_size_v=sizes[1])
-    run = RunOptions(archive_type=asked, **options)
-    assert archive.with_type(run, info).archive_type == chosen
+    run = RunOptions(archive_type=archive_type, **options)
+    assert archive.with_type(run, info).archive_type == expected
 
 
 def test_compare_applies_archive_options_to_policies_with_an_archive(chat_model, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
     options = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json"]
     args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
-    done = called("compare", tmp_path / "text", *options, *args)
+    done = run_kvtool("compare", tmp_path / "text", *options, *args)
     recall, h2o = map(json.loads, done.stdout.splitlines())
     assert (recall["archived"], recall["archive"], recall["archive_type"]) == (50, {"archive": 50}, "f16")
     assert (h2o["archived"], h2o["archive_bytes"], h2o["archive"], h2o["archive_type"]) == (0, 0, None, None)
-    done = called("compare", tmp_path / "text", *options, "--policies", "recall")
+    done = run_kvtool("compare", tmp_path / "text", *options, "--policies", "recall")
     assert json.loads(done.stdout)["archive_type"] == "iq4_nl"
     for wrong, words in (
         (["--policies", "h2o,tova", "--archive", 50], "`h2o`, `tova` have no archive; leave out --archive"),
         (["--archive-type", "q9"], "--archive-type must be one of"),
         (["--archive", ""], "--archive is a number of tokens"),
     ):
-        one_line(called("compare", tmp_path / "text", *options, *wrong), 2, words)
+        assert_one_line(run_kvtool("compare", tmp_path / "text", *options, *wrong), 2, words)
 
 
 def test_eval_runs_again_with_another_archive_limit(chat_model, tmp_path):
@@ -368,7 +375,7 @@ def test_eval_runs_again_with_another_archive_limit(chat_model, tmp_path):
         (["--policy", "recall", "--archive", "50"], 2),
         (["--policy", "h2o"], 3),
     ):
-        done = called("eval", "passkey", *options, *arguments)
+        done = run_kvtool("eval", "passkey", *options, *arguments)
         assert done.returncode == 0, done.stderr
         assert len(out.read_text().splitlines()) == n
 
@@ -391,10 +398,10 @@ def wrong_files(folder):
 def test_invalid_archive_files_are_refused_with_one_line(command, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
     argument = {"eval": ["passkey"], "perplexity": ["-"], "inspect": ["-"], "compare": ["-"]}.get(command, [])
-    for path, why in wrong_files(tmp_path).items():
+    for path, reason in wrong_files(tmp_path).items():
         policy = ["--policies" if command == "compare" else "--policy", "recall"]
-        done = called(command, *argument, *policy, "--archive-file", path, stdin="word " * 60)
-        assert done.stderr == f"kvtool: --archive-file {str(path)!r} {why}; name a new file\n"
+        done = run_kvtool(command, *argument, *policy, "--archive-file", path, stdin="word " * 60)
+        assert done.stderr == f"kvtool: --archive-file {str(path)!r} {reason}; name a new file\n"
         assert (done.returncode, done.stdout) == (2, "")
     assert (tmp_path / "there").read_text() == "mine"
 
@@ -427,14 +434,14 @@ def test_commands_report_the_archive_file(chat_model, tmp_path):
     options = ["-m", chat_model, "-t", 1, "--archive-file", path]
     words = {"stdin": "word " * 100}
     generate = [*options, "-n", 2, *RECALL]
-    done = called("generate", *generate, "--json", **words)
+    done = run_kvtool("generate", *generate, "--json", **words)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["archive_file"] == str(path)
     # the default limit is half of the disk's free space
     free = shutil.disk_usage(tmp_path).free
     assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
-    stderr = called("generate", *generate, "-v", "--explain", **words).stderr
+    stderr = run_kvtool("generate", *generate, "-v", "--explain", **words).stderr
     # the tolerance is wide, because other programs may write to this disk meanwhile
     (limit,) = re.findall(rf" tokens \((\S+ .iB) as \S+\) in {path}\n", stderr)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
@@ -444,14 +451,14 @@ def test_commands_report_the_archive_file(chat_model, tmp_path):
         stderr,
     )
     for command in ("perplexity", "inspect"):
-        done = called(command, "-", *options, *RECALL[:-2], "--json", **words)
+        done = run_kvtool(command, "-", *options, *RECALL[:-2], "--json", **words)
         assert json.loads(done.stdout)["archive_file"] == str(path)
     runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json"]
-    done = called("compare", "-", *options, *runs, **words)
+    done = run_kvtool("compare", "-", *options, *runs, **words)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [run["archive_file"] for run in results] == [str(path), None] * 2
     ask = ["--raw", "--limit", 2, "--set", "lengths=450", "--set", "repeats=1", "--budget", 48]
-    done = called("eval", "passkey", *options, *ask, "--policy", "recall")
+    done = run_kvtool("eval", "passkey", *options, *ask, "--policy", "recall")
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == []
 

@@ -12,8 +12,8 @@ from kvtool.engine import checkpoints
 from kvtool.engine.chunk_size import ChunkSize
 from kvtool.errors import UsageError
 from kvtool.llama.loaded.model import Model
-from tests.engine import running
-from tests.engine.running import ON_CUDA, TOLERANCE, open_engine, text
+from tests.engine import exact_engines
+from tests.engine.exact_engines import ON_CUDA, TOLERANCE, open_engine, random_tokens
 from tests.engine.test_chunk_size import SLOW
 from tests.engine.test_rewind import logits, state
 
@@ -31,7 +31,7 @@ def fit(name):
     return policies.fit(name, N_CTX if name == "full" else 64, 16, ["search=all"] if name == "recall" else [])
 
 
-def opened(path, name, n_batch=16, **settings):
+def start_engine(path, name, n_batch=16, **settings):
     return open_engine(path, fit(name), archive_type="f32", n_batch=n_batch, **settings)
 
 
@@ -44,10 +44,10 @@ def arrays_of(engine):
 
 
 def assert_same_arrays(engine, other):
-    got, wanted = arrays_of(engine), arrays_of(other)
-    assert got.keys() == wanted.keys()
+    actual, expected = arrays_of(engine), arrays_of(other)
+    assert actual.keys() == expected.keys()
     if not ON_CUDA:
-        assert [key for key in got if not np.array_equal(got[key], wanted[key])] == []
+        assert [key for key in actual if not np.array_equal(actual[key], expected[key])] == []
 
 
 def check_rewound(engine, fresh, tokens, n):
@@ -61,8 +61,8 @@ def check_rewound(engine, fresh, tokens, n):
     # the engine evicts before it makes a checkpoint, but `fresh` has not evicted after its last step
     fresh.evict_if_due()
     assert state(engine) == state(fresh)
-    got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
-    assert np.abs(got - wanted).max() < TOLERANCE
+    actual, expected = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
+    assert np.abs(actual - expected).max() < TOLERANCE
     assert state(engine) == state(fresh)
 
 
@@ -70,18 +70,18 @@ def check_rewound(engine, fresh, tokens, n):
 @pytest.mark.parametrize("arch", KINDS)
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
 def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
-    path, tokens = tiny_model(arch, n_ctx_train=n_ctx), text(500)
-    with opened(path, name) as engine, opened(path, name) as fresh:
+    path, tokens = tiny_model(arch, n_ctx_train=n_ctx), random_tokens(500)
+    with start_engine(path, name) as engine, start_engine(path, name) as fresh:
         assert engine.can_rewind
         engine.read(tokens)
-        places = [each.n_past for each in engine.checkpoints]
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         # a checkpoint is made only between two steps, so checkpoints are up to 15 tokens farther apart than
         # SPACING
         assert ((np.diff([0, *places]) - SPACING) // 16 == 0).all()
         assert len(places) == 2
         for n in (480, 300):
             check_rewound(engine, fresh, tokens, n)
-        assert [each.n_past for each in engine.checkpoints] == places[:1]
+        assert [checkpoint.n_past for checkpoint in engine.checkpoints] == places[:1]
         if arch == "lfm2":
             assert engine.rewind(100) == 0
             assert engine.n_past == len(engine.checkpoints) == 0
@@ -90,8 +90,8 @@ def test_a_stream_goes_back_to_a_checkpoint(tiny_model, name, arch, n_ctx):
 @pytest.mark.parametrize("arch", [kind for kind in KINDS if kind != "lfm2"])
 @pytest.mark.parametrize(("name", "n_ctx"), [("recall", N_CTX), ("recall", 150), ("full", N_CTX)])
 def test_sliding_layers_rewind_to_tokens_between_checkpoints(tiny_model, name, arch, n_ctx):
-    path, tokens = tiny_model(arch, n_ctx_train=n_ctx), text(500)
-    with opened(path, name) as engine, opened(path, name) as fresh:
+    path, tokens = tiny_model(arch, n_ctx_train=n_ctx), random_tokens(500)
+    with start_engine(path, name) as engine, start_engine(path, name) as fresh:
         for n in (490, 450, 333, 225, 61, 3):
             engine.read(tokens[engine.n_past :])
             engine.checkpoints.take()
@@ -101,14 +101,14 @@ def test_sliding_layers_rewind_to_tokens_between_checkpoints(tiny_model, name, a
             assert n_kept == n or (n_ctx < N_CTX and n - SPACING - 16 < n_kept < n)
             fresh.reset()
             fresh.read(tokens[:n_kept])
-            got, wanted = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
-            assert np.abs(got - wanted).max() < TOLERANCE
+            actual, expected = (logits(each, tokens[n_kept : n_kept + 40]) for each in (engine, fresh))
+            assert np.abs(actual - expected).max() < TOLERANCE
 
 
 def test_sliding_layers_do_not_rewind_to_overwritten_tokens(tiny_model, monkeypatch):
     monkeypatch.setattr(checkpoints, "SPACING", 400)
-    with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
-        engine.read(text(500))
+    with start_engine(tiny_model("gemma3", n_ctx_train=N_CTX), "full") as engine:
+        engine.read(random_tokens(500))
         (checkpoint,) = engine.checkpoints
         # the sliding layers have only the last 256 tokens before the checkpoint. With a window of 16, a cut
         # to n tokens needs the last 15 of these n. So a cut to fewer than `first` tokens goes back to 0
@@ -119,8 +119,11 @@ def test_sliding_layers_do_not_rewind_to_overwritten_tokens(tiny_model, monkeypa
 @pytest.mark.parametrize("prefill", ["whole", "exact"])
 @pytest.mark.parametrize("arch", KINDS)
 def test_prompts_read_whole_or_exactly_have_checkpoints(tiny_model, arch, prefill):
-    path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(450)
-    with opened(path, "recall", prefill=prefill) as engine, opened(path, "recall", prefill=prefill) as fresh:
+    path, tokens = tiny_model(arch, n_ctx_train=N_CTX), random_tokens(450)
+    with (
+        start_engine(path, "recall", prefill=prefill) as engine,
+        start_engine(path, "recall", prefill=prefill) as fresh,
+    ):
         for each in (engine, fresh):
             each.read(tokens)
         n = engine.n_kept(440)
@@ -128,24 +131,24 @@ def test_prompts_read_whole_or_exactly_have_checkpoints(tiny_model, arch, prefil
         assert engine.rewind(440) == n
         engine.read(tokens[n:])
         # after the rewind, tokens attend to clusters of the archive, so the logits are only similar
-        got, wanted = (logits(each, text(20, seed=2)) for each in (engine, fresh))
-        assert np.abs(got - wanted).max() < 0.05
+        actual, expected = (logits(each, random_tokens(20, seed=2)) for each in (engine, fresh))
+        assert np.abs(actual - expected).max() < 0.05
 
 
 def test_stopped_whole_read_leaves_no_checkpoints(tiny_model):
-    with opened(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
-        assert engine.read(text(450), lambda: engine.n_past > 2 * SPACING) == 0
+    with start_engine(tiny_model("gemma3", n_ctx_train=N_CTX), "recall", prefill="whole") as engine:
+        assert engine.read(random_tokens(450), lambda: engine.n_past > 2 * SPACING) == 0
         assert len(engine.checkpoints) == 0
 
 
 def test_older_checkpoints_are_farther_apart(tiny_model):
-    with opened(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
+    with start_engine(tiny_model("lfm2", n_ctx_train=256), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
-    with opened(tiny_model("lfm2", n_ctx_train=256), "recall", checkpoints=4 * n_bytes) as engine:
+    with start_engine(tiny_model("lfm2", n_ctx_train=256), "recall", checkpoints=4 * n_bytes) as engine:
         for _ in range(60):
-            engine.read(text(16))
+            engine.read(random_tokens(16))
             engine.checkpoints.take()
-        places = [each.n_past for each in engine.checkpoints]
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         assert len(places) == engine.checkpoints.max_bytes // n_bytes == 4
         assert engine.checkpoints.n_bytes == 4 * n_bytes
         assert places[-1] == 960
@@ -156,10 +159,10 @@ def test_older_checkpoints_are_farther_apart(tiny_model):
 
 @pytest.mark.parametrize(("n_free", "n"), [(1600, 100), (160, 10), (64, 8), (32, 8), (20, 5), (3, 0)])
 def test_default_checkpoint_limit_depends_on_free_memory(tiny_model, monkeypatch, n_free, n):
-    with opened(tiny_model("lfm2"), "recall") as engine:
+    with start_engine(tiny_model("lfm2"), "recall") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: n_free * n_bytes)
-    with opened(tiny_model("lfm2"), "recall") as engine:
+    with start_engine(tiny_model("lfm2"), "recall") as engine:
         assert engine.checkpoints.max_bytes // n_bytes == n
         engine.checkpoints.share(3)
         assert engine.checkpoints.max_bytes // n_bytes == min(max(n // 3, 8), n)
@@ -170,11 +173,11 @@ def test_large_states_are_copied_less_often_on_a_gpu(tiny_model, monkeypatch):
     path, places = tiny_model("lfm2", n_ctx_train=N_CTX), []
     for token_bytes in (100, 10):
         monkeypatch.setattr(checkpoints, "_GPU_TOKEN_BYTES", token_bytes)
-        with opened(path, "full") as engine:
+        with start_engine(path, "full") as engine:
             assert (
                 engine.context.fixed_state.n_bytes // 10 > SPACING > engine.context.fixed_state.n_bytes // 100
             )
-            engine.read(text(500))
+            engine.read(random_tokens(500))
             places.append(len(engine.checkpoints))
     assert places == [2, 1]
 
@@ -183,26 +186,26 @@ def test_limit_below_one_checkpoint_is_refused(tiny_model):
     path = tiny_model("lfm2")
     with (
         pytest.raises(UsageError, match="at least 4KiB for one checkpoint"),
-        opened(path, "recall", checkpoints=100),
+        start_engine(path, "recall", checkpoints=100),
     ):
         pass
-    with opened(path, "recall", checkpoints=0) as engine:
-        engine.read(text(200))
+    with start_engine(path, "recall", checkpoints=0) as engine:
+        engine.read(random_tokens(200))
         assert not engine.can_rewind
         assert engine.rewind(100) == engine.n_past == 0
 
 
 def test_recall_without_recurrent_layers_makes_no_checkpoints(tiny_model):
-    with opened(tiny_model(), "recall") as engine:
-        engine.read(text(300))
+    with start_engine(tiny_model(), "recall") as engine:
+        engine.read(random_tokens(300))
         assert not len(engine.checkpoints)
         assert engine.rewind(200) == 200
 
 
 def test_rewind_to_forgotten_tokens_changes_nothing(tiny_model):
     path = tiny_model("lfm2", n_ctx_train=N_CTX)
-    with opened(path, "recall", archive=60) as engine:
-        engine.read(text(500))
+    with start_engine(path, "recall", archive=60) as engine:
+        engine.read(random_tokens(500))
         before = state(engine)
         assert engine.rewind(250) is None
         assert state(engine) == before
@@ -214,25 +217,28 @@ FORGETTING = sorted(set(policies.names()) - {"full", "recall", "kvzip"})
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [*product(FORGETTING, ["llama"]), *product(running.KINDS, ["gemma3", "lfm2"])]
+    ("name", "arch"), [*product(FORGETTING, ["llama"]), *product(exact_engines.KINDS, ["gemma3", "lfm2"])]
 )
 def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
-    path, tokens = tiny_model(arch, n_ctx_train=N_CTX), text(500)
-    with opened(path, name, prefill="stream") as engine, opened(path, name, prefill="stream") as fresh:
+    path, tokens = tiny_model(arch, n_ctx_train=N_CTX), random_tokens(500)
+    with (
+        start_engine(path, name, prefill="stream") as engine,
+        start_engine(path, name, prefill="stream") as fresh,
+    ):
         assert engine.can_rewind
         for each in (engine, fresh):
             each.pin(5)
             each.hold(3)
         engine.read(tokens)
         engine.checkpoints.take()
-        places = [each.n_past for each in engine.checkpoints]
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         assert len(places) == 3
         for n in (480, 300):
             # read more tokens one by one, so that the policy forgets more
-            logits(engine, text(60, seed=3))
+            logits(engine, random_tokens(60, seed=3))
             check_rewound(engine, fresh, tokens, n)
             assert_same_arrays(engine, fresh)
-        assert [each.n_past for each in engine.checkpoints] == places[:1]
+        assert [checkpoint.n_past for checkpoint in engine.checkpoints] == places[:1]
         assert engine.rewind(100) == engine.n_past == len(engine.checkpoints) == 0
         assert engine.n_pinned == 5
 
@@ -240,19 +246,22 @@ def test_evicting_policies_rewind_to_a_checkpoint(tiny_model, name, arch):
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streamingllm", "kvzip"])
 def test_whole_read_has_checkpoints_only_after_the_prompt(tiny_model, monkeypatch, name):
     monkeypatch.setattr(checkpoints, "SPACING", 30)
-    path, tokens = tiny_model(n_ctx_train=N_CTX), text(300)
-    with opened(path, name, prefill="whole") as engine, opened(path, name, prefill="whole") as fresh:
+    path, tokens = tiny_model(n_ctx_train=N_CTX), random_tokens(300)
+    with (
+        start_engine(path, name, prefill="whole") as engine,
+        start_engine(path, name, prefill="whole") as fresh,
+    ):
         for each in (engine, fresh):
             assert each.read(tokens) == 300
         assert len(engine.checkpoints) == 0
         engine.checkpoints.take()
-        logits(engine, text(100, seed=2))
-        places = [each.n_past for each in engine.checkpoints]
+        logits(engine, random_tokens(100, seed=2))
+        places = [checkpoint.n_past for checkpoint in engine.checkpoints]
         assert places == [300, 330, 360, 390]
         for n in (340, 310):
             assert engine.rewind(n) == n // 30 * 30
             fresh.rewind(300)
-            logits(fresh, text(n // 30 * 30 - 300, seed=2))
+            logits(fresh, random_tokens(n // 30 * 30 - 300, seed=2))
             fresh.evict_if_due()
             assert state(engine) == state(fresh)
             assert_same_arrays(engine, fresh)
@@ -261,33 +270,33 @@ def test_whole_read_has_checkpoints_only_after_the_prompt(tiny_model, monkeypatc
 
 def test_copies_of_the_cache_stay_within_the_limit(tiny_model, monkeypatch):
     path = tiny_model(n_ctx_train=N_CTX)
-    with opened(path, "h2o") as engine:
-        engine.read(text(250))
+    with start_engine(path, "h2o") as engine:
+        engine.read(random_tokens(250))
         engine.checkpoints.take()
-        *_, n_bytes = (each.part.n_bytes for each in engine.checkpoints)
+        *_, n_bytes = (checkpoint.part.n_bytes for checkpoint in engine.checkpoints)
         n_most = engine.checkpoints.max_bytes // 8
         assert n_bytes < n_most < 1.5 * n_bytes + 2**14
     # no copy is made within a step, because the cache may exceed the budget until the step ends
-    with opened(path, "h2o", n_batch=160) as engine:
+    with start_engine(path, "h2o", n_batch=160) as engine:
         engine.chunk_size = ChunkSize(SLOW)
-        engine.read(text(700))
-        assert max(each.part.n_bytes for each in engine.checkpoints) <= n_most
+        engine.read(random_tokens(700))
+        assert max(checkpoint.part.n_bytes for checkpoint in engine.checkpoints) <= n_most
         assert len(engine.checkpoints) == 2
-    says = "--checkpoints must be at least"
-    with pytest.raises(UsageError, match=says), opened(path, "h2o", checkpoints=9):
+    message = "--checkpoints must be at least"
+    with pytest.raises(UsageError, match=message), start_engine(path, "h2o", checkpoints=9):
         pass
-    with opened(path, "h2o", checkpoints=3 * n_most) as engine:
+    with start_engine(path, "h2o", checkpoints=3 * n_most) as engine:
         for _ in range(20):
-            engine.read(text(40))
+            engine.read(random_tokens(40))
             engine.checkpoints.take()
             assert engine.checkpoints.n_bytes <= 3 * n_most
         assert 3 <= len(engine.checkpoints) < 6
     # the default limit is room for 8 checkpoints, even if much more memory is free
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: 10**6 * n_most)
-    with opened(path, "h2o") as engine:
+    with start_engine(path, "h2o") as engine:
         assert engine.checkpoints.max_bytes == 8 * n_most
     monkeypatch.setattr(checkpoints, "free_bytes", lambda: 3 * n_most)
-    with opened(path, "h2o") as engine:
-        engine.read(text(250))
+    with start_engine(path, "h2o") as engine:
+        engine.read(random_tokens(250))
         assert engine.checkpoints.max_bytes == len(engine.checkpoints) == 0
         assert engine.rewind(240) == 0

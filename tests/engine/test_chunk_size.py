@@ -7,7 +7,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine.chunk_size import ChunkSize
-from tests.engine.running import TOLERANCE, open_engine, text
+from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
 
 SLOW = 1e-9
 """Target time of a part in seconds.
@@ -34,12 +34,12 @@ def test_part_size_adapts_to_the_target_time():
 
 
 def test_short_remainder_is_merged_or_divided_evenly():
-    for n, wanted in ((130, [32, 32, 32, 34]), (104, [32, 32, 40]), (105, [32, 32, 21, 20]), (20, [20])):
-        size, at, parts = ChunkSize(0.5), 0, []
-        while at < n:
-            parts.append(size.part(at, n))
-            at = parts[-1].stop
-        assert sizes(parts) == wanted
+    for n, expected in ((130, [32, 32, 32, 34]), (104, [32, 32, 40]), (105, [32, 32, 21, 20]), (20, [20])):
+        size, begin, parts = ChunkSize(0.5), 0, []
+        while begin < n:
+            parts.append(size.part(begin, n))
+            begin = parts[-1].stop
+        assert sizes(parts) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,16 @@ def test_short_remainder_is_merged_or_divided_evenly():
 )
 def test_dividing_steps_into_parts_does_not_change_the_result(tiny_model, name, prefill):
     """Some steps reach the end of the context. Dividing a step must not change where gaps are closed."""
-    n_asked, tokens, runs = [], text(420), []
+    n_calls, tokens, runs = [], random_tokens(420), []
     settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)
     for size in (None, ChunkSize(SLOW)):
         with open_engine(tiny_model(), policy, **settings) as engine:
             engine.chunk_size = size
-            n_asked.append(0)
+            n_calls.append(0)
 
             def stopped():
-                n_asked[-1] += 1
+                n_calls[-1] += 1
                 return False
 
             assert engine.read(tokens, stopped) == 420
@@ -69,13 +69,13 @@ def test_dividing_steps_into_parts_does_not_change_the_result(tiny_model, name, 
     assert cells == in_parts
     assert n_evicted == n_evicted_in_parts
     assert np.abs(logits - logits_in_parts).max() < TOLERANCE
-    assert n_asked[0] < n_asked[1]
+    assert n_calls[0] < n_calls[1]
 
 
 def test_steps_that_search_the_archive_are_not_divided(tiny_model):
     with open_engine(tiny_model(), policies.fit("recall", 200, 80, ["chunk=64"])) as engine:
         engine.chunk_size = ChunkSize(SLOW)
-        lengths = sizes(engine.steps(text(400), late=True, every=False))
+        lengths = sizes(engine.steps(random_tokens(400), late=True, every=False))
         assert engine.n_archived
     assert lengths[0] == 32
     assert max(lengths) == 64
@@ -83,7 +83,7 @@ def test_steps_that_search_the_archive_are_not_divided(tiny_model):
 
 @pytest.mark.parametrize("name", ["h2o", "corm"])
 def test_stop_within_a_step_keeps_the_budget(tiny_model, name):
-    tokens = text(300)
+    tokens = random_tokens(300)
     with open_engine(tiny_model(), policies.fit(name, 64, 8), n_batch=256) as engine:
         engine.chunk_size = ChunkSize(SLOW)
         assert 96 <= engine.read(tokens, lambda: engine.n_past >= 96) < 128

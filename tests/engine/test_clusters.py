@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvtool import policies
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 from tests.reference.clusters import kmeans
 
 HEAD_DIM, N_HEAD = 32, 2
@@ -14,7 +14,7 @@ HEAD_DIM, N_HEAD = 32, 2
 def test_clusters_equal_those_of_the_reference(tiny_model):
     path = tiny_model(n_head_kv=N_HEAD, head_dim=HEAD_DIM, n_ctx_train=4096)
     with open_engine(path, policies.fit("recall", 48, 16), archive=4096, archive_type="f32") as engine:
-        engine.read(text(1500))
+        engine.read(random_tokens(1500))
         archive = engine.context.archive
         n = archive.n_block
         assert len(archive.clustered) > 3

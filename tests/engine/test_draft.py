@@ -8,39 +8,39 @@ import pytest
 from kvtool import policies
 from kvtool.errors import LibraryError
 from kvtool.policy import Signal
-from tests.engine.running import distinct, open_engine, text
+from tests.engine.exact_engines import distinct_tokens, open_engine, random_tokens
 
 N_DRAFT = 5
 
 
-def told(engine, tokens, rng=None):
+def decoded_logits(engine, tokens, rng=None):
     """Decode tokens and yield the logits after each token.
 
     Without `rng`, tokens are decoded one by one. With `rng`, they are decoded in steps with partly wrong
     draft tokens.
     """
-    at = 0
-    while at < len(tokens):
+    begin = 0
+    while begin < len(tokens):
         n = engine.draft_room() if rng else 0
-        right = tokens[at + 1 : at + 1 + n]
+        right = tokens[begin + 1 : begin + 1 + n]
         if not len(right) or rng.random() < 0.2:
-            engine.step(tokens[at : at + 1])
+            engine.step(tokens[begin : begin + 1])
             yield engine.context.next_logits.copy()
-            at += 1
+            begin += 1
             continue
         drafts = right.copy()
         n_true = int(rng.integers(0, len(right) + 1))
         if n_true < len(right):
             drafts[n_true] = (drafts[n_true] + 1) % 256
-        engine.draft(np.concatenate([tokens[at : at + 1], drafts]))
+        engine.draft(np.concatenate([tokens[begin : begin + 1], drafts]))
         for i in range(n_true + 1):
             engine.context.sample_from(i)
             yield engine.context.next_logits.copy()
         engine.drop_drafts(len(right) - n_true)
-        at += 1 + n_true
+        begin += 1 + n_true
 
 
-def held(engine):
+def cells_of(engine):
     cells = engine.cells()
     return cells.pos, cells.rot, cells.live
 
@@ -56,11 +56,11 @@ def same_with_drafts(path, name, tokens):
     results = []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policy, n_draft=N_DRAFT, n_batch=32, archive_type="f32") as engine:
-            logits = np.array([*told(engine, tokens, rng)])
+            logits = np.array([*decoded_logits(engine, tokens, rng)])
             assert engine.n_past == len(tokens)
             assert engine.n_evicted > 100 or name == "full"
             signals = {} if policy.reads in (Signal.NONE, Signal.KEYS) else engine.signals.read()
-            results.append((logits, held(engine), signals))
+            results.append((logits, cells_of(engine), signals))
     (logits, rows, signals), (own_logits, own_rows, own_signals) = results
     for one, other in zip(rows, own_rows, strict=True):
         assert np.array_equal(one, other)
@@ -72,7 +72,7 @@ def same_with_drafts(path, name, tokens):
 @pytest.mark.parametrize("name", policies.names())
 def test_drafts_do_not_change_rows_logits_or_signals(tiny_model, name):
     n = 150 if name == "full" else 300
-    tokens = distinct(n, n_vocab=400) if name == "knorm" else text(n)
+    tokens = distinct_tokens(n, n_vocab=400) if name == "knorm" else random_tokens(n)
     same_with_drafts(tiny_model(n_ctx_train=200, n_vocab=400), name, tokens)
 
 
@@ -81,34 +81,34 @@ def test_drafts_do_not_change_rows_logits_or_signals(tiny_model, name):
 def test_drafts_do_not_change_results_in_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) in REFUSED:
         pytest.skip("refused")
-    same_with_drafts(tiny_model(arch=arch, n_ctx_train=200), name, text(250))
+    same_with_drafts(tiny_model(arch=arch, n_ctx_train=200), name, random_tokens(250))
 
 
 def test_drafts_attend_to_the_archive_like_single_tokens(tiny_model):
-    path, tokens = tiny_model(n_ctx_train=4096), text(1500)
+    path, tokens = tiny_model(n_ctx_train=4096), random_tokens(1500)
     policy, logits = policies.fit("recall", 96, None, ["exact=24"]), []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policy, n_draft=N_DRAFT, archive_type="f32") as engine:
             engine.read(tokens[:1300])
             assert engine.context.archive.clustered
-            logits.append(np.array([*told(engine, tokens[1300:], rng)]))
+            logits.append(np.array([*decoded_logits(engine, tokens[1300:], rng)]))
     assert np.abs(logits[0] - logits[1]).max() < 1e-3
 
 
 @pytest.mark.parametrize(("n_batch", "n_draft"), [(1, 0), (2, 0), (2, 1), (6, 5)])
 @pytest.mark.parametrize("settings", [{}, {"resident": 64}])
 def test_recurrent_layers_keep_earlier_states_with_any_batch_size(tiny_model, n_batch, n_draft, settings):
-    tokens, logits = text(20), []
+    tokens, logits = random_tokens(20), []
     for n in (0, n_draft):
         sizes = {"n_batch": n_batch, "n_output": 1, "n_draft": n}
         with open_engine(tiny_model(arch="lfm2"), policies.fit("recall", 48), **sizes, **settings) as engine:
             engine.read(tokens)
-            logits.append([*told(engine, tokens, np.random.default_rng(1))])
+            logits.append([*decoded_logits(engine, tokens, np.random.default_rng(1))])
     assert np.abs(np.subtract(*logits)).max() < 1e-3
 
 
 def test_recurrent_layers_drop_draft_tokens_at_most_once_per_step(tiny_model):
-    tokens = text(20)
+    tokens = random_tokens(20)
     with open_engine(tiny_model(arch="lfm2"), policies.fit("recall", 48), n_draft=N_DRAFT) as engine:
         engine.draft(tokens[:4])
         engine.drop_drafts(2)
@@ -122,7 +122,7 @@ def test_recurrent_layers_drop_draft_tokens_at_most_once_per_step(tiny_model):
 
 
 def test_gaps_may_be_closed_right_after_draft_tokens_were_dropped(tiny_model):
-    tokens = text(260)
+    tokens = random_tokens(260)
     logits = []
     for has_drafts in (False, True):
         with open_engine(tiny_model("lfm2"), policies.fit("h2o", 48), n_ctx=200, n_draft=3) as engine:

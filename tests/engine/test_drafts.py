@@ -25,8 +25,8 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.layers import Kind, Layer, Layers
-from tests.cli.called import called
-from tests.engine.running import open_engine
+from tests.cli.in_process_command import run_kvtool
+from tests.engine.exact_engines import open_engine
 
 
 def best_place(tokens):
@@ -97,8 +97,8 @@ def test_draft_length_depends_on_acceptance_and_cost(share, slope, least, most):
         while n_true < MAX_DRAFT and rng.random() < share:
             n_true += 1
         pace.judge(3, n_true, MAX_DRAFT)
-    chosen = [pace.choose(3, MAX_DRAFT) for _ in range(20)]
-    assert least <= min(chosen) <= max(chosen) <= most
+    lengths = [pace.choose(3, MAX_DRAFT) for _ in range(20)]
+    assert least <= min(lengths) <= max(lengths) <= most
     assert pace.choose(3, 0) == 0
 
 
@@ -106,8 +106,8 @@ def test_unprofitable_drafts_are_retried_occasionally():
     pace = timed(0.5)
     for _ in range(100):
         pace.judge(20, 0, 4)
-    chosen = [pace.choose(20, MAX_DRAFT) for _ in range(200)]
-    assert 2 <= sum(n > 0 for n in chosen) <= 8
+    lengths = [pace.choose(20, MAX_DRAFT) for _ in range(200)]
+    assert 2 <= sum(n > 0 for n in lengths) <= 8
 
 
 def test_draft_length_depends_on_the_support():
@@ -181,7 +181,7 @@ def test_draft_model_stops_when_acceptance_becomes_unlikely(talker, monkeypatch,
         assert len(source.guess(9)) == n
 
 
-SAID = "the river is long and the river is slow and the river is long and the river is"
+RIVER_TEXT = "the river is long and the river is slow and the river is long and the river is"
 SETTINGS = {
     "greedy": {},
     "drawn": {"temp": 1.0},
@@ -194,20 +194,20 @@ SETTINGS = {
 }
 
 
-def written(path, drafter, settings, n=120, policy="recall"):
+def generate_with(path, drafter, settings, n=120, policy="recall"):
     """Return (text, stream, log-probabilities, contents of the rows) of a writer."""
     likely = []
     # with search=all, a step attends exactly to all tokens, so rounding cannot change which clusters are
     # chosen
-    chosen = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
-    with open_engine(path, chosen, n_draft=MAX_DRAFT, n_output=1, archive_type="f32") as engine:
+    fitted = policies.fit(policy, 64, 16, ["search=all"] if policy == "recall" else [])
+    with open_engine(path, fitted, n_draft=MAX_DRAFT, n_output=1, archive_type="f32") as engine:
         sampler = Sampler(engine.model, Sampling(**settings), seed=3)
         with closing(sampler):
             writer = Writer(engine, sampler, drafter)
             writer.after_sampling = lambda token: likely.append(
                 logprobs(engine.model, engine.context.next_logits, token, 0)["logprob"]
             )
-            writer.read(engine.model.tokenize(SAID))
+            writer.read(engine.model.tokenize(RIVER_TEXT))
             text = "".join(writer.write(n))
             assert engine.n_past == len(writer.tokens)
             return text, writer.tokens.tolist(), likely, engine.cells().pos.tolist()
@@ -217,7 +217,7 @@ def written(path, drafter, settings, n=120, policy="recall"):
 @pytest.mark.parametrize("its", SETTINGS.values(), ids=SETTINGS)
 def test_written_text_does_not_depend_on_draft_tokens(talker, its, policy):
     drafter = Drafter(Lookup())
-    without, with_guesses = (written(talker, each, its, policy=policy) for each in (None, drafter))
+    without, with_guesses = (generate_with(talker, each, its, policy=policy) for each in (None, drafter))
     assert without[:2] == with_guesses[:2]
     assert np.abs(np.subtract(without[2], with_guesses[2])).max() < 1e-3
     assert without[3] == with_guesses[3]
@@ -227,15 +227,18 @@ def test_written_text_does_not_depend_on_draft_tokens(talker, its, policy):
 
 
 def test_text_that_a_schema_forces_is_drafted(talker):
-    want = {"a name that is long": "and a text that is longer"}
-    schema = {"type": "object", "properties": {"a name that is long": {"const": want["a name that is long"]}}}
-    options = {"json_schema": json.dumps(schema | {"required": [*want]})}
+    document = {"a name that is long": "and a text that is longer"}
+    schema = {
+        "type": "object",
+        "properties": {"a name that is long": {"const": document["a name that is long"]}},
+    }
+    options = {"json_schema": json.dumps(schema | {"required": [*document]})}
     drafter = Drafter(Lookup())
-    without, with_guesses = (written(talker, each, options) for each in (None, drafter))
-    assert json.loads(with_guesses[0]) == want
+    without, with_guesses = (generate_with(talker, each, options) for each in (None, drafter))
+    assert json.loads(with_guesses[0]) == document
     assert without[:2] == with_guesses[:2]
     model = Model(talker, vocab_only=True)
-    n_forced = sum(len(model.tokenize(text)) for pair in want.items() for text in pair)
+    n_forced = sum(len(model.tokenize(text)) for pair in document.items() for text in pair)
     model.close()
     assert drafter.n_accepted >= n_forced - 2
 
@@ -244,14 +247,14 @@ def test_closed_text_continues_after_the_pieces_it_yielded(talker):
     for n_piece in (1, 7, 30):
         with open_engine(talker, policies.fit("h2o", 64, 16), n_draft=MAX_DRAFT, n_output=1) as engine:
             writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
-            writer.read(engine.model.tokenize(SAID))
+            writer.read(engine.model.tokenize(RIVER_TEXT))
             pieces = writer.write(100)
             first = [next(pieces) for _ in range(n_piece)]
             pieces.close()
             assert engine.n_past == len(writer.tokens)
             # draft tokens after the last piece are dropped, and the next text continues after this piece
             more = "".join(writer.write(20))
-            whole = written(talker, None, {}, n_piece + 20, "h2o")[0]
+            whole = generate_with(talker, None, {}, n_piece + 20, "h2o")[0]
             assert "".join(first) + more == whole
 
 
@@ -259,7 +262,7 @@ def test_reset_and_postpone_empty_the_drafter(talker):
     with open_engine(talker, policies.fit("full", 400), n_draft=MAX_DRAFT, n_output=1) as engine:
         writer = Writer(engine, Sampler(engine.model), Drafter(Lookup()))
         for reset in (writer.reset, lambda: writer.postpone(np.arange(3, 9, dtype=np.int32))):
-            writer.read(engine.model.tokenize(SAID))
+            writer.read(engine.model.tokenize(RIVER_TEXT))
             "".join(writer.write(20))
             assert writer.drafter.n > 20
             reset()
@@ -267,18 +270,18 @@ def test_reset_and_postpone_empty_the_drafter(talker):
 
 
 def test_stop_string_ends_a_text_within_draft_tokens(talker):
-    whole = written(talker, None, {}, 60)[0]
+    whole = generate_with(talker, None, {}, 60)[0]
     stop = whole[30:34]
-    results = [written(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
+    results = [generate_with(talker, each, {"stop": (stop,)}) for each in (None, Drafter(Lookup()))]
     assert results[0][0] == results[1][0] == whole[: whole.index(stop)]
     assert results[0][1] == results[1][1]
 
 
 def test_draft_model_equal_to_the_main_model_is_mostly_accepted(talker, however_unlikely):
-    without = written(talker, None, {}, 100)
+    without = generate_with(talker, None, {}, 100)
     with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
         drafter = Drafter(ConstantSource(0, support=0), source)
-        assert written(talker, drafter, {}, 100)[:2] == without[:2]
+        assert generate_with(talker, drafter, {}, 100)[:2] == without[:2]
         assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
         # the source forgets all but 10 tokens, reads other tokens, and drafts again
         source.cut(10)
@@ -314,10 +317,10 @@ def test_draft_model_forgets_rejected_draft_tokens(tiny_model, however_unlikely,
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
 def test_draft_model_with_recurrent_layers_does_not_change_the_text(tiny_model, however_unlikely, arch):
     path = tiny_model(arch=arch)
-    without = written(path, None, {}, 400)
+    without = generate_with(path, None, {}, 400)
     with closing(Model(path)) as model, closing(ModelDraft(model, 1)) as source:
         drafter = Drafter(ConstantSource(0, support=0), source)
-        assert written(path, drafter, {}, 400)[:2] == without[:2]
+        assert generate_with(path, drafter, {}, 400)[:2] == without[:2]
         assert drafter.n_drafted >= drafter.n_accepted > 40
         assert len(source._engine.checkpoints) == 1
 
@@ -332,7 +335,7 @@ def test_draft_model_with_another_vocabulary_is_refused(talker, tiny_model):
 
 
 def generated(path, *more, prompt="go on: a b c a b c"):
-    return called("generate", prompt, "-m", path, "-n", 40, "--temp", 0, "--budget", 64, "-t", 1, *more)
+    return run_kvtool("generate", prompt, "-m", path, "-n", 40, "--temp", 0, "--budget", 64, "-t", 1, *more)
 
 
 def test_generate_reports_drafted_and_accepted_tokens(talker):

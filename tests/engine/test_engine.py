@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.config.report import report as said
+from kvtool.config.report import report as report
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
@@ -19,16 +19,16 @@ from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
 from kvtool.system.memory import rss_bytes
-from tests.engine import saved
-from tests.engine.running import (
+from tests.engine import saved_state
+from tests.engine.exact_engines import (
     KINDS,
-    LOGITS,
+    LOGIT_TOLERANCE,
     ON_CUDA,
     TOLERANCE,
     open_engine,
     plain_logits,
+    random_tokens,
     stepped_logits,
-    text,
 )
 from tests.policies.merging import Merging, keep_and_merge
 from tests.reference import transformer
@@ -37,7 +37,7 @@ UNIFORM = [name for name in KINDS if not policies.load(name).capped]
 
 
 @dataclass(frozen=True, slots=True)
-class Given(Policy):
+class FunctionPolicy(Policy):
     """Policy made of functions: `answer` returns the plan, `state` returns the state's arrays."""
 
     budget: int
@@ -75,19 +75,19 @@ def scattered(view, n_keep, seed=0):
 )
 def test_logits_below_the_budget_equal_llama_cpp_bit_for_bit(tiny_model, name, flash, type_k, type_v):
     path = tiny_model(head_dim=64)
-    tokens = text(280)
+    tokens = random_tokens(280)
     batches = np.split(tokens, [60, 61, 62, 100, 164, 200, 256, 257])
-    want = plain_logits(path, 512, batches, flash=flash, type_k=type_k, type_v=type_v)
-    how = {"flash": flash, "type_k": type_k, "type_v": type_v, "over_budget": False}
-    with open_engine(path, policies.fit(name, 512), **how) as engine:
+    expected = plain_logits(path, 512, batches, flash=flash, type_k=type_k, type_v=type_v)
+    options = {"flash": flash, "type_k": type_k, "type_v": type_v, "over_budget": False}
+    with open_engine(path, policies.fit(name, 512), **options) as engine:
         assert engine.context.n_cell == 512
-        assert stepped_logits(engine, batches).tobytes() == want.tobytes()
+        assert stepped_logits(engine, batches).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", KINDS)
 def test_budget_as_large_as_the_text_scores_like_full(tiny_model, name, positions):
-    path, tokens = tiny_model(), text(256)
+    path, tokens = tiny_model(), random_tokens(256)
     nll = []
     for policy in (policies.fit("full", 256), policies.fit(name, 256)):
         with open_engine(path, policy, positions=positions) as engine:
@@ -113,43 +113,45 @@ def test_the_state_moves_with_the_cells(tiny_model, positions):
         n = view.n_kv
         n_plan.append(n)
         for factor, array in enumerate(state, 1):
-            known = array[:, :n] != 0
-            assert (array[:, :n] == factor * (view.pos + 1))[known].all()
+            is_marked = array[:, :n] != 0
+            assert (array[:, :n] == factor * (view.pos + 1))[is_marked].all()
             # the state is zero only for tokens that came after the last plan
-            assert (known == (view.pos < view.next - (n - len(kept_last[-1][0])))).all()
+            assert (is_marked == (view.pos < view.next - (n - len(kept_last[-1][0])))).all()
             array[:, :n] = factor * (view.pos + 1)
             assert (array[:, n:] == 0).all()
         for row, was in zip(view.pos, kept_last[-1], strict=True):
             assert set(was) <= set(row.tolist())
         keep = scattered(view, policy.budget - policy.slack)
-        kept_last.append([row[kept].tolist() for row, kept in zip(view.pos, keep, strict=True)])
+        kept_last.append([row[keep_row].tolist() for row, keep_row in zip(view.pos, keep, strict=True)])
         return Plan(keep)
 
-    policy = Given(40, 12, answer, lambda shape: (np.zeros(shape, np.int64), np.zeros(shape, np.int64)))
+    policy = FunctionPolicy(
+        40, 12, answer, lambda shape: (np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+    )
     with open_engine(tiny_model(), policy, positions=positions) as engine:
         kept_last = [[[]] * engine.context.n_row]
-        perplexity.stream(engine, text(300))
+        perplexity.stream(engine, random_tokens(300))
     assert len(n_plan) > 15
 
 
 def test_a_view_says_which_token_each_cell_holds(tiny_model):
-    path, tokens = tiny_model(n_layer=1), text(90)
-    with open_engine(path, Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))) as engine:
+    path, tokens = tiny_model(n_layer=1), random_tokens(90)
+    with open_engine(path, FunctionPolicy(48, 16, lambda p, view, s: Plan(scattered(view, 32)))) as engine:
         perplexity.stream(engine, tokens)
         n, pos = engine.n_kv, engine.rows.pos[:, : engine.n_kv]
         state = _saved(engine)
-        got = state.values(0, 2).swapaxes(0, 1)
+        actual = state.values(0, 2).swapaxes(0, 1)
     # with one layer, a value depends only on its token, so it shows which token a cell holds
     with open_engine(path, policies.fit("full", 256)) as engine:
         engine.read(tokens)
-        every = _saved(engine).values(0, 2).swapaxes(0, 1)
+        all_values = _saved(engine).values(0, 2).swapaxes(0, 1)
     assert n < 90
     assert not (pos == np.arange(n)).all()
-    assert np.abs(got - every[np.arange(2)[:, None], pos]).max() < 1e-4
+    assert np.abs(actual - all_values[np.arange(2)[:, None], pos]).max() < 1e-4
 
 
 def _saved(engine):
-    return saved.parse(engine.context.state())
+    return saved_state.parse(engine.context.state())
 
 
 def in_order(engine):
@@ -159,10 +161,10 @@ def in_order(engine):
 
 
 def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
-    policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
+    policy = FunctionPolicy(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
     n_checked = 0
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="in-cache") as engine:
-        for token in text(300):
+        for token in random_tokens(300):
             before = engine.n_evicted
             engine.step(np.array([token], np.int32))
             rot = in_order(engine)
@@ -174,9 +176,9 @@ def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
 
 
 def test_auto_positions_close_gaps_only_when_the_context_is_full(tiny_model):
-    policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
+    policy = FunctionPolicy(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="auto") as engine:
-        for token in text(600):
+        for token in random_tokens(600):
             engine.evict_if_due()
             n_live, n_restart = engine.n_kv, engine.n_restart
             before = in_order(engine)
@@ -265,12 +267,12 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
         before.append(look())
         return plan(view)
 
-    with open_engine(tiny_model(), Given(48, 16, sometimes)) as engine:
+    with open_engine(tiny_model(), FunctionPolicy(48, 16, sometimes)) as engine:
         engine.pin(1)
-        engine.read(text(60))
+        engine.read(random_tokens(60))
         assert engine.n_kv == 32
-        with pytest.raises(PlanError, match=f"^Given: .*{message}"):
-            engine.step(text(19))
+        with pytest.raises(PlanError, match=f"^FunctionPolicy: .*{message}"):
+            engine.step(random_tokens(19))
         assert len(before) == 1
         assert look() == before[0]
         # the tokens are kept, and a valid plan continues the stream
@@ -283,31 +285,31 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, p
 def test_merges_that_overflow_are_blamed_on_the_policy(tiny_model):
     plan = _merging([0], [50], [49], [1e30])
     with open_engine(
-        tiny_model(), Given(48, 16, lambda policy, view, state: plan(view)), type_v="f16"
+        tiny_model(), FunctionPolicy(48, 16, lambda policy, view, state: plan(view)), type_v="f16"
     ) as engine:
         engine.pin(1)
-        engine.read(text(60))
+        engine.read(random_tokens(60))
         with pytest.raises(
             PlanError, match="logits are not finite; the weights of the policy's merges may be too"
         ):
-            perplexity.stream(engine, text(8))
+            perplexity.stream(engine, random_tokens(8))
 
 
 @pytest.mark.parametrize("settings", [{"flash": "on"}, {"flash": "off"}, {"arch": "lfm2"}])
 def test_after_a_reset_no_value_of_an_overflow_is_left(tiny_model, settings):
     plan, settings = _merging([0], [50], [49], [1e30]), dict(settings)
     path = tiny_model(arch=settings.pop("arch", "llama"))
-    policy = Given(48, 16, lambda policy, view, state: plan(view))
+    policy = FunctionPolicy(48, 16, lambda policy, view, state: plan(view))
     with open_engine(path, policy, type_v="f16", **settings) as engine:
-        engine.read(text(8))
+        engine.read(random_tokens(8))
         first = engine.context.logits().copy()
         for _ in range(2):
             engine.reset()
             engine.pin(1)
-            engine.read(text(68))
+            engine.read(random_tokens(68))
             assert not np.isfinite(engine.context.logits()).all()
         engine.reset()
-        engine.read(text(8))
+        engine.read(random_tokens(8))
         np.testing.assert_array_equal(engine.context.logits(), first)
 
 
@@ -343,7 +345,7 @@ def _raises():
 @pytest.mark.parametrize("over_budget", [False, True])
 @pytest.mark.parametrize("fail", [_raises, lambda: None, lambda: Plan(np.zeros((1, 1), np.bool_))])
 def test_signals_are_not_counted_twice_after_a_failed_plan(tiny_model, fail, over_budget):
-    tokens, states = text(150), []
+    tokens, states = random_tokens(150), []
     # in the second run each plan fails once or twice before it succeeds
     for fails in ([], [None, fail, None, fail, fail] * 9):
         n_failed = 0
@@ -364,10 +366,10 @@ def test_signals_are_not_counted_twice_after_a_failed_plan(tiny_model, fail, ove
 
 
 def test_signals_saved_after_a_failed_plan_are_not_observed_again(tiny_model):
-    tokens, path = text(60), tiny_model()
+    tokens, path = random_tokens(60), tiny_model()
     with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
         engine.read(tokens)
-        want = engine.state[0].copy()
+        expected = engine.state[0].copy()
     with open_engine(path, Summing(48, 16, [_raises]), over_budget=False) as engine:
         engine.read(tokens[:48])
         with pytest.raises(PlanError, match="not today"):
@@ -376,10 +378,10 @@ def test_signals_saved_after_a_failed_plan_are_not_observed_again(tiny_model):
     with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
         engine.restore(arrays)
         engine.read(tokens[48:])
-        np.testing.assert_array_equal(engine.state[0], want)
+        np.testing.assert_array_equal(engine.state[0], expected)
 
 
-class Stumbling(Given):
+class Stumbling(FunctionPolicy):
     """Policy that fails to move its state."""
 
     def move(self, state, source):
@@ -393,9 +395,9 @@ def test_table_matches_the_cache_if_moving_the_state_fails(tiny_model):
 
     policy = Stumbling(48, 16, mark_all, lambda shape: (np.zeros(shape),))
     with open_engine(tiny_model(), policy, over_budget=False) as engine:
-        engine.read(text(48))
+        engine.read(random_tokens(48))
         with pytest.raises(PlanError, match="Stumbling.move: ValueError: not today"):
-            engine.read(text(1))
+            engine.read(random_tokens(1))
         assert (engine.n_kv, len(_saved(engine).pos)) == (32, 32)
         # the state is zero where new tokens will be stored
         assert (engine.state[0] == (np.arange(engine.state[0].shape[1]) < 32)).all()
@@ -416,8 +418,8 @@ def test_table_matches_the_cache_if_moving_the_state_fails(tiny_model):
     ],
 )
 def test_invalid_initial_states_are_refused(tiny_model, state, message):
-    policy = Given(48, 16, state=state)
-    with pytest.raises(PlanError, match=f"^Given: {message}"), open_engine(tiny_model(), policy):
+    policy = FunctionPolicy(48, 16, state=state)
+    with pytest.raises(PlanError, match=f"^FunctionPolicy: {message}"), open_engine(tiny_model(), policy):
         pass
 
 
@@ -456,7 +458,7 @@ def test_invalid_requests_of_a_policy_are_refused(tiny_model, wish, error, messa
 
 def test_read_only_methods_do_not_change_the_engine(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 48, 16), over_budget=False) as engine:
-        engine.read(text(48))
+        engine.read(random_tokens(48))
         before = engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted
         assert (engine.room(), engine.n_until_plan) == (0, 0)
         assert not engine.reads_whole(100)
@@ -467,15 +469,15 @@ def test_read_only_methods_do_not_change_the_engine(tiny_model):
 
 def test_a_step_begins_with_the_eviction_that_is_due(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 48, 16), over_budget=False) as engine:
-        engine.read(text(48))
-        engine.step(text(1))
+        engine.read(random_tokens(48))
+        engine.step(random_tokens(1))
         assert (engine.n_past, engine.n_kv) == (49, 33)
 
 
 @pytest.mark.parametrize("name", ["h2o", "corm", "buzz"])
 @pytest.mark.parametrize("n_output", [5, 64])
 def test_steps_end_where_a_plan_is_due(tiny_model, name, n_output):
-    parts, n_logits, late, tokens = [], [], [], text(200)
+    parts, n_logits, late, tokens = [], [], [], random_tokens(200)
     with open_engine(tiny_model(), policies.fit(name, 48, 8), n_output=n_output) as engine:
         evict = engine.evict
         engine.evict = lambda: (late.append(engine.n_until_plan), evict())
@@ -492,20 +494,20 @@ def test_steps_end_where_a_plan_is_due(tiny_model, name, n_output):
 @pytest.mark.parametrize("name", ["h2o", "corm"])
 def test_no_plan_is_overdue_after_a_step(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 96, 8)) as engine:
-        for _ in engine.steps(text(300), late=True):
+        for _ in engine.steps(random_tokens(300), late=True):
             assert engine.n_until_plan >= 0
         assert engine.n_evicted > 100
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_steps_of_a_prompt_give_the_logits_of_its_last_token(tiny_model, late):
-    tokens, logits = text(200), []
-    for every in (True, False):
+    tokens, logits = random_tokens(200), []
+    for with_logits in (True, False):
         with open_engine(tiny_model(), policies.fit("h2o", 96, 8)) as engine:
-            sizes = [part.stop - part.start for part in engine.steps(tokens, late=late, every=every)]
+            sizes = [part.stop - part.start for part in engine.steps(tokens, late=late, every=with_logits)]
             logits.append(engine.context.logits()[-1].copy())
-            assert len(engine.context.logits()) == (sizes[-1] if every else 1)
-    assert np.abs(logits[0] - logits[1]).max() < LOGITS
+            assert len(engine.context.logits()) == (sizes[-1] if with_logits else 1)
+    assert np.abs(logits[0] - logits[1]).max() < LOGIT_TOLERANCE
     assert (max(sizes[2:]) > 8) == late
 
 
@@ -527,7 +529,7 @@ def test_steps_of_a_prompt_give_the_logits_of_its_last_token(tiny_model, late):
 )
 def test_invalid_steps_raise_usage_error_and_change_nothing(tiny_model, tokens, n_output, message):
     with open_engine(tiny_model(), policies.fit("h2o", 96, 16)) as engine:
-        engine.read(text(20))
+        engine.read(random_tokens(20))
         before = engine.context.state(), engine.n_past
         with pytest.raises(UsageError, match=message):
             engine.step(np.array(tokens), n_output)
@@ -535,7 +537,7 @@ def test_invalid_steps_raise_usage_error_and_change_nothing(tiny_model, tokens, 
 
 
 def test_text_with_an_unknown_token_is_refused_before_reading(tiny_model):
-    tokens = text(200)
+    tokens = random_tokens(200)
     tokens[150] = 320
     for prefill in ("stream", "whole"):
         with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill=prefill) as engine:
@@ -549,7 +551,7 @@ def test_text_with_an_unknown_token_is_refused_before_reading(tiny_model):
 def test_pinned_tokens_stay(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 64, 8)) as engine:
         engine.pin(20)
-        engine.read(text(300))
+        engine.read(random_tokens(300))
         engine.evict_if_due()
         assert engine.n_evicted > 200
         for row in engine.rows.pos[:, : engine.n_kv]:
@@ -565,9 +567,9 @@ def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
             engine.pin(48)
         assert engine.n_pinned == 47
     with open_engine(tiny_model(), policies.fit("full", 64)) as engine:
-        for refused in (lambda: engine.pin(64), lambda: engine.hold(64)):
+        for call in (lambda: engine.pin(64), lambda: engine.hold(64)):
             with pytest.raises(UsageError, match="choose another policy, such as --policy recall"):
-                refused()
+                call()
 
 
 # the budget
@@ -578,17 +580,17 @@ def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
 @pytest.mark.parametrize("name", UNIFORM)
 def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, positions):
     rng = np.random.default_rng(5)
-    tokens, at, longest = text(600), 0, 0
+    tokens, begin, longest = random_tokens(600), 0, 0
     with open_engine(
         tiny_model(), policies.fit(name, 48, 8), positions=positions, over_budget=over_budget
     ) as engine:
-        while at < len(tokens):
+        while begin < len(tokens):
             engine.evict_if_due()
-            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
+            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - begin)
             before = engine.n_kv
-            engine.step(tokens[at : at + n])
+            engine.step(tokens[begin : begin + n])
             longest = max(longest, before + n)
-            at += n
+            begin += n
             assert engine.n_kv <= 48
             assert len(_saved(engine).pos) == engine.n_kv
         assert engine.n_past == 600
@@ -603,7 +605,7 @@ def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 96, 8), prefill="stream") as engine:
         decode = engine._decode
         engine._decode = lambda tokens, n_output: (steps.append(len(tokens)), decode(tokens, n_output))
-        engine.read(text(300))
+        engine.read(random_tokens(300))
         assert engine.n_past == 300
         assert engine.n_kv <= 96
     assert max(steps) == 64
@@ -613,7 +615,7 @@ def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
 @pytest.mark.parametrize(("n_ctx", "remedy"), [(100, "raise --ctx-size"), (None, "raise the budget")])
 def test_a_full_cache_ends_the_stream(tiny_model, n_ctx, remedy):
     with open_engine(tiny_model(), policies.fit("full", 100), n_ctx=n_ctx) as engine:
-        engine.read(text(100))
+        engine.read(random_tokens(100))
         before = engine.context.state()
         with pytest.raises(
             StreamEnd, match=rf"\(100 tokens\) is full, and the policy evicts nothing; {remedy}, or"
@@ -621,7 +623,7 @@ def test_a_full_cache_ends_the_stream(tiny_model, n_ctx, remedy):
             engine.evict_if_due()
         assert engine.context.state() == before
         with pytest.raises(StreamEnd):
-            engine.read(text(1))
+            engine.read(random_tokens(1))
         assert (engine.n_past, engine.n_kv) == (100, 100)
 
 
@@ -629,10 +631,10 @@ def test_a_full_cache_ends_the_stream(tiny_model, n_ctx, remedy):
 def test_original_positions_end_where_the_context_ends(tiny_model, n_ctx, n):
     policy = policies.fit("h2o", 48, 16)
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="original", n_ctx=n_ctx) as engine:
-        for token in text(n):
+        for token in random_tokens(n):
             engine.step(np.array([token], np.int32))
         with pytest.raises(StreamEnd, match=f"context of {n} tokens; continue with --positions auto"):
-            engine.step(text(1))
+            engine.step(random_tokens(1))
         assert engine.n_past == n
         assert engine.rows.rot[:, : engine.n_kv].max() == n - 1
         assert len(_saved(engine).pos) == engine.n_kv
@@ -642,7 +644,7 @@ def test_original_positions_end_where_the_context_ends(tiny_model, n_ctx, n):
 def test_auto_and_in_cache_positions_pass_the_trained_context(tiny_model, name, positions):
     with open_engine(tiny_model(n_ctx_train=130), policies.fit(name, 48, 16), positions=positions) as engine:
         assert engine.n_restart == 0
-        engine.read(text(1000))
+        engine.read(random_tokens(1000))
         assert engine.n_past == 1000
         assert engine.n_restart > 0
         assert engine.rows.rot[:, : engine.n_kv].max() < 130
@@ -659,20 +661,20 @@ def test_a_budget_above_the_trained_context_is_a_usage_error(tiny_model, budget)
 
 def test_a_budget_as_large_as_the_trained_context_works(tiny_model):
     with open_engine(tiny_model(n_ctx_train=130), policies.fit("h2o", 130)) as engine:
-        engine.read(text(400))
+        engine.read(random_tokens(400))
         assert 0 < engine.n_kv <= 130
 
 
 @pytest.mark.parametrize("type_k", ["q4_0", "q4_1"])
 def test_four_bit_keys_refuse_in_cache_positions(tiny_model, type_k):
-    path, wanted = tiny_model(n_head_kv=2), {"type_k": type_k, "type_v": "q8_0", "flash": "on"}
+    path, settings = tiny_model(n_head_kv=2), {"type_k": type_k, "type_v": "q8_0", "flash": "on"}
     with (
         pytest.raises(UsageError, match=f"{type_k} keys .* --positions auto"),
-        open_engine(path, policies.fit("h2o", 48), positions="in-cache", **wanted),
+        open_engine(path, policies.fit("h2o", 48), positions="in-cache", **settings),
     ):
         pass
-    with open_engine(path, policies.fit("h2o", 48), positions="auto", **wanted) as engine:
-        engine.read(text(100))
+    with open_engine(path, policies.fit("h2o", 48), positions="auto", **settings) as engine:
+        engine.read(random_tokens(100))
 
 
 @pytest.mark.parametrize(
@@ -717,14 +719,18 @@ def test_an_engine_names_an_argument_of_a_wrong_type(tiny_model, wrong, message)
     ],
 )
 def test_reset_restores_the_initial_state(tiny_model, name, positions, arch):
-    path, first, second = tiny_model(arch, n_ctx_train=130), text(128, seed=1), text(128, seed=2)
+    path, first, second = (
+        tiny_model(arch, n_ctx_train=130),
+        random_tokens(128, seed=1),
+        random_tokens(128, seed=2),
+    )
     policy = policies.fit(name, 48, 16)
     with open_engine(path, policy, positions=positions) as engine:
         fresh = perplexity.stream(engine, second)
         logits = engine.context.logits().tobytes()
     with open_engine(path, policy, positions=positions) as engine:
         if positions == "auto":
-            perplexity.stream(engine, text(200))
+            perplexity.stream(engine, random_tokens(200))
         else:
             engine.pin(5)
             perplexity.stream(engine, first)
@@ -779,7 +785,7 @@ def test_memory_of_signals_counts_as_state(tiny_model, policy, options, per_cell
             n_float += (n_draft + 1) * 4 * 32 * 2
         assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float
-        assert said(engine, policy)["state_bytes"] == engine.state_bytes
+        assert report(engine, policy)["state_bytes"] == engine.state_bytes
 
 
 @pytest.mark.parametrize(("flash", "slack", "n_query"), [("off", 4, 0), ("on", 4, 4), ("on", 100, 32)])
@@ -799,10 +805,10 @@ def test_the_memory_is_constant_from_the_first_token_on(tiny_model):
     path, policy = tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 4)
     with open_engine(path, policy, positions="in-cache", over_budget=False) as engine:
         at_first = engine.cache_bytes, engine.state_bytes, engine.context.n_cell
-        engine.read(text(1000))
+        engine.read(random_tokens(1000))
         warm = rss_bytes() or 0
         for _ in range(3):
-            engine.read(text(1000))
+            engine.read(random_tokens(1000))
             assert (engine.cache_bytes, engine.state_bytes, engine.context.n_cell) == at_first
         assert (rss_bytes() or 0) - warm < 2**20
         assert engine.n_evicted > 3900
@@ -812,7 +818,7 @@ def test_the_memory_is_constant_from_the_first_token_on(tiny_model):
 
 
 def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
-    path, tokens = tiny_model(head_dim=64), text(300)
+    path, tokens = tiny_model(head_dim=64), random_tokens(300)
     nll = {}
     policy = policies.fit("streamingllm", 64, 16)
     for kind, positions in product(("f16", "q8_0"), ("original", "in-cache")):
@@ -832,24 +838,24 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
     # with seed 2, this text has no near ties, which rounding to half precision could decide
-    path, tokens = tiny_model(n_head_kv=n_head_kv), text(160, seed=2)
+    path, tokens = tiny_model(n_head_kv=n_head_kv), random_tokens(160, seed=2)
     policy = Merging(48, evict_every)
-    how = {"budget": 48, "slack": evict_every, "positions": positions}
-    run = partial(transformer.run, transformer.Llama(path), tokens, **how)
-    want = run(keep=keep_and_merge)
+    options = {"budget": 48, "slack": evict_every, "positions": positions}
+    run = partial(transformer.run, transformer.Llama(path), tokens, **options)
+    expected = run(keep=keep_and_merge)
     without = run(keep=lambda *args, **kwargs: keep_and_merge(*args, **kwargs)[0])
     with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
-    assert np.abs(got - want.nll).max() < TOLERANCE
-    assert np.abs(got - without.nll).max() > 0.1
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
+    assert np.abs(actual - without.nll).max() > 0.1
 
 
 def test_empty_merge_equals_no_merge(tiny_model):
     nothing = Merge(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.float32))
     nll = []
     for merge in (None, nothing, Merge([], [], [], [])):
-        policy = Given(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
+        policy = FunctionPolicy(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
         with open_engine(tiny_model(), policy) as engine:
-            nll.append(perplexity.stream(engine, text(100)))
-    assert all((nll[0] == each).all() for each in nll)
+            nll.append(perplexity.stream(engine, random_tokens(100)))
+    assert all((nll[0] == value).all() for value in nll)

@@ -9,7 +9,7 @@ from kvtool import policies
 from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.cache.archive import Archive
 from kvtool.llama.loaded.model import Model
-from tests.engine.running import ON_CUDA, TOLERANCE, fit_recall, open_engine, text
+from tests.engine.exact_engines import ON_CUDA, TOLERANCE, fit_recall, open_engine, random_tokens
 
 N_PROMPT, N_LATER = 400, 20
 HALF = {"flash": "on", "type_k": "f16", "type_v": "f16"}
@@ -35,7 +35,7 @@ def logits_of(path, policy, parts, **settings):
 
 def parts_of(n_prompt=N_PROMPT, n_later=N_LATER):
     """Return the parts of a stream: a prompt, a later turn, and then arrays of one token."""
-    tokens = text(n_prompt + 100 + n_later)
+    tokens = random_tokens(n_prompt + 100 + n_later)
     prompt, turn, later = np.split(tokens, [n_prompt, n_prompt + 100])
     return [prompt, turn, *np.split(later, n_later)]
 
@@ -119,7 +119,7 @@ def test_forgotten_tokens_are_not_attended_to(tiny_model):
 
 
 def test_text_beyond_half_of_the_context_is_streamed(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=1024), text(700)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=1024), random_tokens(700)
     staged = []
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         stage = engine.context.archive.stage
@@ -127,12 +127,12 @@ def test_text_beyond_half_of_the_context_is_streamed(tiny_model):
         assert engine.read(tokens) == 700
         assert staged == [512, 0]
         assert engine.n_kv + engine.n_archived == 700
-        engine.read(text(40, seed=2))
+        engine.read(random_tokens(40, seed=2))
         assert staged == [512, 0]
 
 
 def test_a_stop_between_chunks_keeps_what_was_read(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), random_tokens(N_PROMPT)
     calls = []
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         n = engine.read(tokens, lambda: calls.append(0) or len(calls) > 3)
@@ -145,7 +145,7 @@ def test_a_stop_between_chunks_keeps_what_was_read(tiny_model):
 
 
 def test_a_full_disk_ends_the_stream_until_there_is_room_again(monkeypatch, tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), random_tokens(N_PROMPT)
     settings = {"prefill": "exact", "archive_type": "f32", "n_batch": 256}
     at_once, counts, n_bytes = logits_of(path, fit(), [tokens], **settings)
 
@@ -164,14 +164,14 @@ def test_a_full_disk_ends_the_stream_until_there_is_room_again(monkeypatch, tiny
 
 
 def test_stream_rewinds_into_the_text(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), random_tokens(N_PROMPT)
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         engine.read(tokens)
         assert engine.rewind(200)
         engine.read(tokens[200:])
-        again = engine.context.logits()[-1].copy()
+        repeated = engine.context.logits()[-1].copy()
     at_once = logits_of(path, fit(), [tokens], prefill="exact", archive_type="f32")[0][-1]
-    assert np.abs(again - at_once).max() < TOLERANCE
+    assert np.abs(repeated - at_once).max() < TOLERANCE
 
 
 def test_stream_continues_after_save_and_restore(tiny_model):
@@ -180,11 +180,11 @@ def test_stream_continues_after_save_and_restore(tiny_model):
         engine.read(prompt)
         saved = {name: np.array(values) for name, values in engine.save()}
         engine.read(turn)
-        want = engine.context.logits()[-1].copy()
+        expected = engine.context.logits()[-1].copy()
     with open_engine(path, fit(), prefill="exact", archive_type="f32") as engine:
         engine.restore(saved)
         engine.read(turn)
-        np.testing.assert_array_equal(engine.context.logits()[-1], want)
+        np.testing.assert_array_equal(engine.context.logits()[-1], expected)
 
 
 def test_text_is_streamed_if_the_device_has_no_memory(monkeypatch, tiny_model):

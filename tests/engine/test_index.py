@@ -65,10 +65,10 @@ def test_products_equal_those_of_rounded_vectors(kernels, kernel, n_embd):
     keys[7] = 0
     keys[8], keys[9] = 1, -1
     for query in (rng.standard_normal(n_embd).astype(np.float32), np.ones(n_embd, np.float32)):
-        want = rounded(keys, query)
-        assert products(kernels, kernel, keys, query) == pytest.approx(want, rel=1e-4, abs=1e-3)
+        expected = rounded(keys, query)
+        assert products(kernels, kernel, keys, query) == pytest.approx(expected, rel=1e-4, abs=1e-3)
     exact = keys @ query
-    assert np.corrcoef(exact, want)[0, 1] > 0.99
+    assert np.corrcoef(exact, expected)[0, 1] > 0.99
 
 
 @pytest.mark.parametrize("n", [1, 16, 37, 256])
@@ -79,9 +79,9 @@ def test_exponentials_and_their_sum_match_numpy(kernels, kernel, n):
     # the highest x is so far above the rest that some exponentials underflow
     x[:n] = rng.standard_normal(n) * 100
     x[n // 2] += 500
-    want = np.exp(scale * (x[:n].astype(np.float64) - x[:n].max()))
+    expected = np.exp(scale * (x[:n].astype(np.float64) - x[:n].max()))
     e, most, total = np.empty(n + 16, np.float32), np.empty(1, np.float32), np.empty(1, np.float32)
     kernels.powers(kernel, x.ctypes.data, n, scale, e.ctypes.data, most.ctypes.data, total.ctypes.data)
-    assert e[:n] == pytest.approx(want, rel=1e-5, abs=2e-38)
+    assert e[:n] == pytest.approx(expected, rel=1e-5, abs=2e-38)
     assert most[0] == pytest.approx(scale * x[:n].max(), rel=1e-6)
-    assert total[0] == pytest.approx(want.sum(), rel=1e-6)
+    assert total[0] == pytest.approx(expected.sum(), rel=1e-6)

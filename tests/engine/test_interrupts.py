@@ -13,7 +13,7 @@ import pytest
 import kvtool
 from kvtool import policies
 from kvtool.system.interrupt import delayed
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 POLICIES = {"full": 512, "recall": 64, "h2o": 48, "corm": 80, "bumblebee": 48}
 """Policies and their budgets. corm has ragged rows, and bumblebee reads prompts whole."""
@@ -47,11 +47,11 @@ def interrupt(monkeypatch, context, method, n=1):
     [*((name, "decode") for name in POLICIES), *((name, "apply") for name in POLICIES if name != "full")],
 )
 def test_an_engine_continues_after_ctrl_c_as_if_it_had_been_stopped(tiny_model, monkeypatch, name, method):
-    policy, tokens = policies.fit(name, POLICIES[name], 8), text(150)
-    how = {"n_batch": 16} if name == "bumblebee" else {"n_batch": 16, "prefill": "stream"}
+    policy, tokens = policies.fit(name, POLICIES[name], 8), random_tokens(150)
+    options = {"n_batch": 16} if name == "bumblebee" else {"n_batch": 16, "prefill": "stream"}
     with (
-        open_engine(tiny_model(), policy, **how) as engine,
-        open_engine(tiny_model(), policy, **how) as other,
+        open_engine(tiny_model(), policy, **options) as engine,
+        open_engine(tiny_model(), policy, **options) as other,
     ):
         for each in (engine, other):
             each.read(tokens[:20])
@@ -71,10 +71,10 @@ def test_an_engine_continues_after_ctrl_c_as_if_it_had_been_stopped(tiny_model, 
 
 
 def test_ctrl_c_while_a_prompt_is_read_whole_empties_the_cache(tiny_model, monkeypatch):
-    policy, tokens = policies.fit("bumblebee", 48, 8), text(150)
+    policy, tokens = policies.fit("bumblebee", 48, 8), random_tokens(150)
     with open_engine(tiny_model(), policy, n_batch=16) as engine:
         engine.read(tokens)
-        wanted = engine.context.logits().copy()
+        expected = engine.context.logits().copy()
         engine.reset()
         with monkeypatch.context() as patch:
             interrupt(patch, engine.context, "decode", 3)
@@ -82,18 +82,18 @@ def test_ctrl_c_while_a_prompt_is_read_whole_empties_the_cache(tiny_model, monke
                 engine.read(tokens)
         assert engine.n_past == 0
         engine.read(tokens)
-        np.testing.assert_array_equal(engine.context.logits(), wanted)
+        np.testing.assert_array_equal(engine.context.logits(), expected)
 
 
 def test_ctrl_c_during_a_rewind_is_raised_after_it(tiny_model, monkeypatch):
     with open_engine(tiny_model(), policies.fit("recall", 64, 8)) as engine:
-        engine.read(text(150))
+        engine.read(random_tokens(150))
         with monkeypatch.context() as patch:
             interrupt(patch, engine.context, "apply")
             with pytest.raises(KeyboardInterrupt):
                 engine.rewind(100)
         assert engine.n_past == 100
-        assert engine.read(text(20, seed=2)) == 20
+        assert engine.read(random_tokens(20, seed=2)) == 20
 
 
 @pytest.mark.parametrize("name", ["full", "recall", "h2o"])
@@ -105,15 +105,15 @@ def test_generate_and_chats_continue_after_ctrl_c(talker, monkeypatch, name):
         closing(kvtool.Engine(model, policy, settings)) as engine,
         closing(kvtool.Engine(model, policy, settings)) as other,
     ):
-        said = []
+        pieces = []
         with monkeypatch.context() as patch:
             interrupt(patch, engine.context, "decode", 60)
             with pytest.raises(KeyboardInterrupt):
-                said.extend(kvtool.generate(engine, "Once upon a time", n_max=100))
+                pieces.extend(kvtool.generate(engine, "Once upon a time", n_max=100))
         n = engine.n_past
         # the piece that the last step decoded was yielded before the step
-        assert said == list(kvtool.generate(other, "Once upon a time", n_max=len(said)))
-        assert (other.n_past, len(said) > 50) == (n, True)
+        assert pieces == list(kvtool.generate(other, "Once upon a time", n_max=len(pieces)))
+        assert (other.n_past, len(pieces) > 50) == (n, True)
         later = ["".join(kvtool.generate(each, " And", n_max=8)) for each in (engine, other)]
         assert later[0] == later[1]
 
@@ -122,9 +122,9 @@ def test_generate_and_chats_continue_after_ctrl_c(talker, monkeypatch, name):
             interrupt(patch, engine.context, "decode", 40)
             with pytest.raises(KeyboardInterrupt):
                 list(talks[0].reply("Name a fruit."))
-        written = talks[0].messages[-1]["content"]
-        assert written
-        assert "".join(talks[1].reply("Name a fruit.", talks[0].writer.n_written)) == written
+        reply = talks[0].messages[-1]["content"]
+        assert reply
+        assert "".join(talks[1].reply("Name a fruit.", talks[0].writer.n_written)) == reply
         # while a turn is read: its other tokens are read before the next turn
         with monkeypatch.context() as patch:
             interrupt(patch, engine.context, "decode")

@@ -15,7 +15,14 @@ from kvtool.chats.writer import Writer
 from kvtool.errors import KvtoolError
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
-from tests.engine.running import LOGITS, TOLERANCE, assert_continues_as_defined, distinct, open_engine, text
+from tests.engine.exact_engines import (
+    LOGIT_TOLERANCE,
+    TOLERANCE,
+    assert_continues_as_defined,
+    distinct_tokens,
+    open_engine,
+    random_tokens,
+)
 from tests.engine.test_exactness import reference, score_errors, twin
 from tests.reference import models, transformer
 
@@ -60,13 +67,13 @@ def model(path):
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
     # at the trained length, 130, gaps are closed, and the stored keys are rotated
-    tokens = text(120 if name == "full" else 300)
+    tokens = random_tokens(120 if name == "full" else 300)
     policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
-    want = reference(model, tokens, policy, name, positions="auto")
+    expected = reference(model, tokens, policy, name, positions="auto")
     with open_engine(path, policy, positions="auto") as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert (engine.n_evicted > 0) == (engine.n_restart > 0) == (name != "full")
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
 
 
 OTHERS = [
@@ -89,22 +96,25 @@ def test_other_policies_score_like_the_definition(path, model, name, options):
     refused = {"weightedkv": "deepseek", "recall": "refact"}
     if path.stem.startswith(refused.get(name, "none")):
         pytest.skip("refused")
-    tokens = distinct(160)
+    tokens = distinct_tokens(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
-    made = not path.stem.startswith("deepseek")
+    has_values = not path.stem.startswith("deepseek")
     # the distance of archived tokens is limited to half of the context. If tokens are clustered, the limit
     # applies to whole blocks of 256 tokens
     n_block = 256 if name == "recall" and not options else None
-    how = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
-    assert score_errors(path, tokens, policy, name, made=made, model=model, **how).max() < TOLERANCE
+    settings = {"positions": "auto", "n_block": n_block, "archive_type": "f32"}
+    assert (
+        score_errors(path, tokens, policy, name, has_values=has_values, model=model, **settings).max()
+        < TOLERANCE
+    )
 
 
 def test_ragged_rows_with_flash_attention_nearly_match_the_definition(path, model):
     policy = policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"])
-    how = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
-    off = score_errors(path, distinct(160), policy, "corm", model=model, **how)
+    options = {"positions": "auto", "flash": "on", "type_k": "f16", "type_v": "f16"}
+    errors = score_errors(path, distinct_tokens(160), policy, "corm", model=model, **options)
     # only the median is compared: near a tie, a row may keep another token, which changes all later scores
-    assert np.median(off) < 0.02
+    assert np.median(errors) < 0.02
 
 
 @pytest.mark.share(1, "name")
@@ -112,16 +122,18 @@ def test_ragged_rows_with_flash_attention_nearly_match_the_definition(path, mode
 def test_edits_on_the_device_score_like_the_definition(edits_on_device, path, model, name):
     if name == "weightedkv" and path.stem.startswith("deepseek"):
         pytest.skip("refused")
-    policy, how = policies.fit(name, 48, 16), {"positions": "auto", "restarts": True}
-    assert score_errors(path, distinct(160), policy, name, model=model, **how).max() < TOLERANCE
+    policy, options = policies.fit(name, 48, 16), {"positions": "auto", "restarts": True}
+    assert score_errors(path, distinct_tokens(160), policy, name, model=model, **options).max() < TOLERANCE
 
 
 def test_rotation_of_quantized_keys_adds_little_error(path, model):
-    policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
+    policy, options = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
     quantized = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
-    off = score_errors(path, text(300), policy, "streamingllm", model=model, **how, **quantized)
+    errors = score_errors(
+        path, random_tokens(300), policy, "streamingllm", model=model, **options, **quantized
+    )
     # the rotation that closes gaps, at 130, adds little to the error of q8_0
-    assert 1e-3 < np.median(off[130:]) < 3 * np.median(off[:130])
+    assert 1e-3 < np.median(errors[130:]) < 3 * np.median(errors[:130])
 
 
 @pytest.mark.share(1, "n")
@@ -131,14 +143,14 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
 
     The state of layers without rows continues from one segment to the next.
     """
-    tokens = text(n + 40) if n > 200 else distinct(n + 40)
+    tokens = random_tokens(n + 40) if n > 200 else distinct_tokens(n + 40)
     policy = policies.fit("h2o", 48, 16)
     keep, observe = twin("h2o", policy, N_CTX_TRAIN)
     streams = []
     for segment in np.array_split(tokens[:n], -(-n // N_CTX_TRAIN)):
         stream = transformer.Stream(model, positions="auto", observe=observe)
         stream.next = streams[-1].next if streams else 0
-        want = stream.decode(segment)[-1]
+        expected = stream.decode(segment)[-1]
         streams.append(stream)
     if len(streams) > 1:
         transformer.join(streams, 48 - 16)
@@ -149,47 +161,47 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     stream.in_cache = False
     with open_engine(path, policy, prefill="whole") as engine:
         assert engine.read(tokens[:n]) == n
-        assert np.abs(engine.context.logits()[-1] - want).max() < LOGITS
+        assert np.abs(engine.context.logits()[-1] - expected).max() < LOGIT_TOLERANCE
         assert_continues_as_defined(engine, stream, tokens[n:], evict)
 
 
 @every_kind
 def test_restored_engine_continues_bit_for_bit(path):
-    tokens, policy = text(200), policies.fit("h2o", 48, 16)
+    tokens, policy = random_tokens(200), policies.fit("h2o", 48, 16)
     with open_engine(path, policy) as engine:
         perplexity.stream(engine, tokens[:101])
         saved = {name: array.copy() for name, array in engine.save()}
-        want = perplexity.stream(engine, tokens[101:])
+        expected = perplexity.stream(engine, tokens[101:])
         assert engine.n_restart
     with open_engine(path, policy) as engine:
         # fill the cache with another text. restore() must replace it
         perplexity.stream(engine, tokens[20:60])
         engine.restore(saved)
-        np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)
+        np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), expected)
 
 
 @pytest.mark.parametrize(
-    ("arch", "shape", "policy", "budget", "why"),
+    ("arch", "shape", "policy", "budget", "reason"),
     [
         ("deepseek2", {}, "weightedkv", 48, r"\(MLA\)"),
         ("refact", {}, "recall", 48, r"\(ALiBi\)"),
         ("deepseek32", {"top_k": 300}, "h2o", 400, r"chooses 300 cells by an index.*--budget, --batch-size "),
     ],
 )
-def test_models_refuse_unsupported_policies_with_one_line(tiny_model, arch, shape, policy, budget, why):
+def test_models_refuse_unsupported_policies_with_one_line(tiny_model, arch, shape, policy, budget, reason):
     path, policy = tiny_model(arch, **shape), policies.fit(policy, budget, 16)
-    with pytest.raises(KvtoolError, match=rf"^.*{why}.*$") as error, open_engine(path, policy) as engine:
-        engine.read(text(100))
+    with pytest.raises(KvtoolError, match=rf"^.*{reason}.*$") as error, open_engine(path, policy) as engine:
+        engine.read(random_tokens(100))
     assert "\n" not in str(error.value)
 
 
 def test_more_cells_than_an_index_chooses_are_refused(tiny_model):
     with open_engine(tiny_model("deepseek32", top_k=300), policies.fit("h2o", 200, 16)) as engine:
-        perplexity.stream(engine, text(300))
+        perplexity.stream(engine, random_tokens(300))
         assert engine.n_evicted
         engine.cache.resize(np.full(2, 512))
         with pytest.raises(KvtoolError, match=r"300 cells, not 512"):
-            engine.step(text(1))
+            engine.step(random_tokens(1))
 
 
 def test_cache_bytes_include_the_keys_of_an_index(tiny_model):

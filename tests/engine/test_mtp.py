@@ -19,8 +19,8 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from tests import tiny
-from tests.cli.called import called, one_line
-from tests.engine.running import open_engine, text
+from tests.cli.in_process_command import assert_one_line, run_kvtool
+from tests.engine.exact_engines import open_engine, random_tokens
 
 pytestmark = pytest.mark.usefixtures("however_unlikely")
 
@@ -34,12 +34,12 @@ class Nothing(Lookup):
 
 
 @contextmanager
-def opened(path, policy="full", *, drafts=True):
+def open_writer(path, policy="full", *, drafts=True):
     """Open a greedy writer. With `drafts`, all its draft tokens come from MTP layers."""
     options = {"full": (500,), "recall": (64, 16, ["search=all"])}.get(policy, (64, 16))
-    how = {"n_draft": N_DRAFT * drafts, "n_output": 1, "archive_type": "f32", "checkpoints": MEMORY}
+    settings = {"n_draft": N_DRAFT * drafts, "n_output": 1, "archive_type": "f32", "checkpoints": MEMORY}
     with (
-        open_engine(path, policies.fit(policy, *options), mtp=drafts, **how) as engine,
+        open_engine(path, policies.fit(policy, *options), mtp=drafts, **settings) as engine,
         closing(Sampler(engine.model, Sampling(temp=0))) as sampler,
     ):
         if not drafts:
@@ -61,8 +61,8 @@ POLICIES = ("full", "recall", "streamingllm", "h2o")
 def test_written_text_does_not_depend_on_draft_tokens(tiny_model, policy, quiet):
     path, texts = tiny_model(arch="qwen35", quiet=quiet, n_ctx_train=512), []
     for drafts in (False, True):
-        with opened(path, policy, drafts=drafts) as writer:
-            writer.read(text(100))
+        with open_writer(path, policy, drafts=drafts) as writer:
+            writer.read(random_tokens(100))
             texts.append("".join(writer.write(300)))
     assert texts[0] == texts[1]
     assert 50 < writer.n_accepted <= writer.n_drafted
@@ -72,17 +72,17 @@ def test_written_text_does_not_depend_on_draft_tokens(tiny_model, policy, quiet)
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_rewound_stream_continues_with_the_same_text(tiny_model, policy):
-    with opened(tiny_model(arch="qwen35", quiet=0.1, n_ctx_train=512), policy) as writer:
-        writer.read(text(100))
+    with open_writer(tiny_model(arch="qwen35", quiet=0.1, n_ctx_train=512), policy) as writer:
+        writer.read(random_tokens(100))
         saved, n = writer.save(), writer.engine.n_past
         expected = "".join(writer.write(60))
         # read another text in between; its cells and hidden states must not be used later
         assert writer.rewind(n - 30, saved)
-        writer.read(text(90, seed=5))
+        writer.read(random_tokens(90, seed=5))
         "".join(writer.write(20))
         n_before = writer.n_accepted
         assert writer.rewind(n - 30, saved)
-        writer.read(text(100)[n - 30 :])
+        writer.read(random_tokens(100)[n - 30 :])
         assert "".join(writer.write(60)) == expected
         assert writer.n_accepted > n_before
         tokens = source_of(writer)._stream.tolist()
@@ -99,28 +99,28 @@ def shrink(monkeypatch, n_row):
     monkeypatch.setattr(mtp, "_N_NEWEST", 16)
 
 
-def drafts_by_definition(path, tokens, kept):
+def drafts_by_definition(path, tokens, positions):
     """Return the draft tokens that follow a stream i32[n].
 
     All tokens of the stream except for the last are read one by one.
-    kept: positions of the tokens whose hidden states the MTP layer reads.
+    positions: positions of the tokens whose hidden states the MTP layer reads.
     """
-    how = {"n_output": 1, "mtp": True}
+    options = {"n_output": 1, "mtp": True}
     with (
-        open_engine(path, policies.fit("full", 500), **how) as engine,
+        open_engine(path, policies.fit("full", 500), **options) as engine,
         closing(mtp.MtpContext(engine.context, 512, 1, 1)) as layer,
     ):
         output_hidden(engine.context, every=True)
         hidden = np.empty((len(tokens) - 1, 1, 128), np.float32)
-        for at in range(len(hidden)):
-            engine.step(tokens[at : at + 1])
-            read_hidden(engine.context, 0, hidden[at])
-        for at, pos in enumerate(kept):
-            layer.step(tokens[pos + 1], hidden[pos], at)
+        for i in range(len(hidden)):
+            engine.step(tokens[i : i + 1])
+            read_hidden(engine.context, 0, hidden[i])
+        for i, pos in enumerate(positions):
+            layer.step(tokens[pos + 1], hidden[pos], i)
         drafts = []
-        for at in range(len(kept), len(kept) + N_DRAFT):
+        for i in range(len(positions), len(positions) + N_DRAFT):
             drafts.append(int(layer.next_logits.argmax()))
-            layer.step(drafts[-1], layer.hidden.copy(), at)
+            layer.step(drafts[-1], layer.hidden.copy(), i)
         return drafts
 
 
@@ -128,8 +128,8 @@ def drafts_by_definition(path, tokens, kept):
 def test_draft_tokens_match_the_definition_after_any_history(tiny_model, monkeypatch, n_row):
     shrink(monkeypatch, n_row)
     path, rng = tiny_model(arch="qwen35", quiet=0.3, hidden=1.0), np.random.default_rng(0)
-    with opened(path) as writer:
-        engine, source, stream = writer.engine, source_of(writer), text(1)
+    with open_writer(path) as writer:
+        engine, source, stream = writer.engine, source_of(writer), random_tokens(1)
         source.add(stream)
         n_compared = 0
         for turn in range(40):
@@ -137,36 +137,36 @@ def test_draft_tokens_match_the_definition_after_any_history(tiny_model, monkeyp
             # before it asks for drafts
             if turn % 6 in (0, 3, 5):
                 engine.checkpoints.take()
-                more = text(int(rng.integers(5, 25)), seed=turn)
+                more = random_tokens(int(rng.integers(5, 25)), seed=turn)
                 engine.read(np.concatenate([stream[-1:], more[:-1]]))
                 stream = np.concatenate([stream, more])
             elif turn % 6 in (1, 4):
                 n_true = int(rng.integers(0, N_DRAFT))
-                drafts = text(N_DRAFT, seed=turn)
+                drafts = random_tokens(N_DRAFT, seed=turn)
                 engine.draft(np.concatenate([stream[-1:], drafts]))
                 engine.drop_drafts(N_DRAFT - n_true)
-                stream = np.concatenate([stream, drafts[:n_true], text(1, seed=turn + 50)])
+                stream = np.concatenate([stream, drafts[:n_true], random_tokens(1, seed=turn + 50)])
             else:
                 n = engine.rewind(max(engine.n_past - int(rng.integers(1, 9)), 0))
                 source.cut(n)
-                stream = np.concatenate([stream[:n], text(1, seed=turn)])
+                stream = np.concatenate([stream[:n], random_tokens(1, seed=turn)])
             assert engine.n_past == len(stream) - 1
             if rng.random() < 0.4:
                 continue
             source.cut(len(stream) - 1)
             source.add(stream[source.n :])
-            kept = source._pos[: source._n_row]
-            if engine.n_past - 1 in kept:
+            positions = source._pos[: source._n_row]
+            if engine.n_past - 1 in positions:
                 n_compared += 1
-                assert source.guess(N_DRAFT).tolist() == drafts_by_definition(path, stream, kept)
+                assert source.guess(N_DRAFT).tolist() == drafts_by_definition(path, stream, positions)
         assert (source._n_row > 60) == (n_row > 40)
         assert n_compared > 12
 
 
 def test_hidden_states_are_limited_to_first_and_newest_tokens(tiny_model, monkeypatch):
     shrink(monkeypatch, 40)
-    with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
-        writer.read(text(150))
+    with open_writer(tiny_model(arch="qwen35", quiet=0.0)) as writer:
+        writer.read(random_tokens(150))
         source = source_of(writer)
         for _ in range(4):
             "".join(writer.write(50))
@@ -182,8 +182,8 @@ def test_hidden_states_are_limited_to_first_and_newest_tokens(tiny_model, monkey
 
 
 def test_steps_decoded_in_another_context_give_no_drafts(tiny_model):
-    with opened(tiny_model(arch="qwen35", quiet=0.0)) as writer:
-        tokens, engine, source = text(50), writer.engine, source_of(writer)
+    with open_writer(tiny_model(arch="qwen35", quiet=0.0)) as writer:
+        tokens, engine, source = random_tokens(50), writer.engine, source_of(writer)
         source.add(tokens)
         engine.read(tokens[:40])
         # replace the logits, as a joint step with other streams does
@@ -205,20 +205,20 @@ def test_steps_decoded_in_another_context_give_no_drafts(tiny_model):
 
 def test_mtp_layers_are_loaded_only_on_request(tiny_model):
     path = tiny_model(arch="qwen35")
-    for asked in (False, True):
-        with closing(Model(path, mtp=asked)) as model:
-            assert model.has_mtp == asked
+    for loads_mtp in (False, True):
+        with closing(Model(path, mtp=loads_mtp)) as model:
+            assert model.has_mtp == loads_mtp
     with closing(Model(tiny_model(), mtp=True)) as model:
         assert not model.has_mtp
 
 
 def test_hidden_states_that_do_not_exist_are_refused(tiny_model):
-    with opened(tiny_model(arch="qwen35")) as writer:
+    with open_writer(tiny_model(arch="qwen35")) as writer:
         engine = writer.engine
         out = np.empty((3, 128), np.float32)
         with pytest.raises(LibraryError, match="left no hidden state of token 0"):
             read_hidden(engine.context, 0, out)
-        engine.step(text(5))
+        engine.step(random_tokens(5))
         read_hidden(engine.context, 2, out)
         for first in (-1, engine.context.n_batch - 2):
             with pytest.raises(LibraryError, match="first and n must be"):
@@ -226,13 +226,13 @@ def test_hidden_states_that_do_not_exist_are_refused(tiny_model):
 
 
 def generated(path, *more):
-    return called("generate", "go on", "-m", path, "-n", 40, "--temp", 0, "--raw", "-t", 1, *more)
+    return run_kvtool("generate", "go on", "-m", path, "-n", 40, "--temp", 0, "--raw", "-t", 1, *more)
 
 
 def test_generate_accepts_more_draft_tokens_with_mtp_than_with_lookup(tiny_model):
     path = tiny_model(arch="qwen35", quiet=0.0)
     results = [
-        json.loads(generated(path, "--json", "--draft", each).stdout) for each in ("off", "lookup", "mtp")
+        json.loads(generated(path, "--json", "--draft", draft).stdout) for draft in ("off", "lookup", "mtp")
     ]
     assert results[0]["text"] == results[1]["text"] == results[2]["text"]
     assert results[0]["accepted"] < results[1]["accepted"] < results[2]["accepted"]
@@ -241,7 +241,9 @@ def test_generate_accepts_more_draft_tokens_with_mtp_than_with_lookup(tiny_model
 def test_model_without_mtp_layers_is_refused(tiny_model):
     for path in (tiny_model(), tiny_model(arch="qwen35", mtp=False)):
         done = generated(path, "--draft", "mtp")
-        one_line(done, 2, "its file has no layers for multi-token prediction (MTP); choose --draft lookup")
+        assert_one_line(
+            done, 2, "its file has no layers for multi-token prediction (MTP); choose --draft lookup"
+        )
 
 
 def test_continued_chat_says_the_same_with_and_without_mtp(tiny_model, tmp_path):
@@ -251,11 +253,11 @@ def test_continued_chat_says_the_same_with_and_without_mtp(tiny_model, tmp_path)
         file = tmp_path / f"{draft}.kvs"
         for turns in ("one\ntwo\n", "three\n", "four\n"):
             more = ["--budget", 96, "--temp", 0] if turns.startswith("one") else []
-            done = called(
+            done = run_kvtool(
                 *("chat", "-m", path, "-n", 20, "-t", 1, "--session", file, "--draft", draft, *more),
                 stdin=turns,
             )
             assert done.returncode == 0, done.stderr
-        exported.append(json.loads(called("session", "export", "--json", file).stdout))
+        exported.append(json.loads(run_kvtool("session", "export", "--json", file).stdout))
     assert exported[0] == exported[1]
     assert len(exported[0]) == 8

@@ -66,31 +66,31 @@ def test_edits_on_host_and_device_score_like_edits_on_the_host(split, tiny_model
     host, device = re.findall(r"(\S+) KV buffer size", log)
     assert host == "CPU"
     assert device.startswith(("RPC0", "Vulkan0", "CUDA0"))
-    here = score(tiny_model(n_layer=N_LAYER), *RUNS[number], n_gpu_layers=0)
-    assert len(here[0]) == N_TOKENS - 1
-    for ours, theirs in zip(here, split[0][number], strict=True):
-        ours, theirs = np.array(ours), np.array(theirs)
-        assert ours.shape == theirs.shape
-        off = np.abs(ours - theirs)
+    on_host = score(tiny_model(n_layer=N_LAYER), *RUNS[number], n_gpu_layers=0)
+    assert len(on_host[0]) == N_TOKENS - 1
+    for expected, actual in zip(on_host, split[0][number], strict=True):
+        expected, actual = np.array(expected), np.array(actual)
+        assert expected.shape == actual.shape
+        errors = np.abs(expected - actual)
         # a GPU multiplies in half precision if it can; llvmpipe's results differ by up to 0.008
         if not has_gpu():
             # flash attention rounds to half precision. An NLL then depends on the order in which a merge adds
             # values, so the tolerance is 1e-3
-            assert np.median(off) < 1e-6
-            assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
+            assert np.median(errors) < 1e-6
+            assert errors.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] in ("corm", "recall"):
             # rounding may move a few cells across a threshold, and then all later tokens differ
-            assert np.median(off) < 2e-3
+            assert np.median(errors) < 2e-3
         else:
-            assert off.max() < 2e-2
+            assert errors.max() < 2e-2
 
 
 def test_device_memory_shows_the_bytes_that_q8_0_saves(tiny_model):
     """Needs Mesa's llvmpipe, which counts memory to the byte. Drivers of graphics cards use larger units."""
-    if not any("llvmpipe" in each["description"] for each in devices()):
+    if not any("llvmpipe" in device["description"] for device in devices()):
         pytest.skip("the device is not Mesa's, on the CPU")
     with closing(Model(tiny_model(n_ctx_train=512))) as model:
-        rows = [bench.sized(way, 64, 16) for way in bench.cache_configs({})[1:]]
+        rows = [bench.sized(config, 64, 16) for config in bench.cache_configs({})[1:]]
         list(bench.Bench(model, Settings(n_batch=16, n_threads=1), rows, rounds=1, row_s=0.1).measure())
         assert not any(row.why for row in rows)
         (f16,), (q8_0,) = (row.device_bytes for row in rows)

@@ -10,8 +10,8 @@ import pytest
 from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.models import layers
-from tests.cli.called import called, one_line
-from tests.engine.running import TOLERANCE, open_engine, text
+from tests.cli.in_process_command import assert_one_line, run_kvtool
+from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
 
 REASON = "it is one of a test"
 
@@ -28,7 +28,7 @@ def full():
 
 
 def test_logits_equal_those_without_the_restriction(path, monkeypatch):
-    tokens, logits = text(150), []
+    tokens, logits = random_tokens(150), []
     for is_only_full in (True, False):
         if not is_only_full:
             monkeypatch.delitem(layers.ONLY_FULL, "llama")
@@ -40,16 +40,16 @@ def test_logits_equal_those_without_the_restriction(path, monkeypatch):
 
 
 def test_stream_can_be_reset_saved_and_rewound(path):
-    tokens = text(150)
+    tokens = random_tokens(150)
     with open_engine(path, full()) as engine, open_engine(path, full()) as other:
         engine.read(tokens)
-        wanted = engine.context.logits()[-1].copy()
+        expected = engine.context.logits()[-1].copy()
         engine.reset()
         engine.read(tokens[:70])
         other.restore({name: array.copy() for name, array in engine.save()})
         for each in (engine, other):
             each.read(tokens[70:])
-            assert np.abs(each.context.logits()[-1] - wanted).max() < TOLERANCE
+            assert np.abs(each.context.logits()[-1] - expected).max() < TOLERANCE
         # tokens cannot be removed from the cache, so `rewind` restores a copy of the whole cache
         other.reset()
         other.read(tokens[:100])
@@ -57,24 +57,26 @@ def test_stream_can_be_reset_saved_and_rewound(path):
         other.read(tokens[100:])
         assert other.rewind(120) == 100
         other.read(tokens[100:])
-        assert np.abs(other.context.logits()[-1] - wanted).max() < TOLERANCE
+        assert np.abs(other.context.logits()[-1] - expected).max() < TOLERANCE
         assert engine.rewind(100) == engine.n_past == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"n_draft": 3}])
 def test_other_policies_and_draft_tokens_are_refused(path, settings):
     policy = full() if settings else policies.fit("h2o", 64)
-    says = "cannot drop draft tokens" if settings else f"only with --policy full: {REASON}"
-    with pytest.raises(UsageError, match=says), open_engine(path, policy, **settings):
+    message = "cannot drop draft tokens" if settings else f"only with --policy full: {REASON}"
+    with pytest.raises(UsageError, match=message), open_engine(path, policy, **settings):
         pass
 
 
 def test_generate_replaces_the_default_policy_by_full(path):
     words = "generate", "-m", path, "-p", "the river", "-n", "8", "--raw", "--json"
-    done = called(*words)
+    done = run_kvtool(*words)
     assert done.returncode == 0, done.stderr
     assert f"this model runs only with the policy full: {REASON}" in done.stderr
     record = json.loads(done.stdout)
     assert (record["policy"], record["drafted"]) == ("full", 0)
-    one_line(called(*words, "--policy", "h2o"), 2, f"this model runs only with --policy full: {REASON}")
-    one_line(called(*words, "--draft", "lookup"), 2, "cannot be used with this model")
+    assert_one_line(
+        run_kvtool(*words, "--policy", "h2o"), 2, f"this model runs only with --policy full: {REASON}"
+    )
+    assert_one_line(run_kvtool(*words, "--draft", "lookup"), 2, "cannot be used with this model")

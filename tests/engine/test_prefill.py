@@ -13,14 +13,14 @@ from kvtool.engine.whole_reader import WholeReader
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.policies.h2o import H2O
 from kvtool.policy import PER_CELL, Plan, Policy, Signal
-from tests.engine.running import (
-    LOGITS,
+from tests.engine.exact_engines import (
+    LOGIT_TOLERANCE,
     assert_continues_as_defined,
-    distinct,
+    distinct_tokens,
     future_of,
-    live,
+    live_positions,
     open_engine,
-    text,
+    random_tokens,
 )
 from tests.engine.test_exactness import twin
 from tests.reference import bumblebee, transformer
@@ -53,15 +53,15 @@ def evict(stream, name, policy, ends=()):
     ],
 )
 def test_whole_read_keeps_the_tokens_of_the_definition(tiny_model, name, heads, positions, n_batch):
-    path, tokens = tiny_model(n_head_kv=2), text(330)
+    path, tokens = tiny_model(n_head_kv=2), random_tokens(330)
     policy = policies.fit(name, 48, 8, ["heads=adaptive"] if heads == "adaptive" else [])
     stream = transformer.Stream(transformer.Llama(path), positions=positions, future=future_of(policy))
     with open_engine(path, policy, positions=positions, n_batch=n_batch, prefill="whole") as engine:
         small = engine.cache_bytes
         engine.read(tokens[:310])
-        want = stream.decode(tokens[:310])[-1]
+        expected = stream.decode(tokens[:310])[-1]
         evict(stream, name, policy)
-        assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
+        assert np.abs(engine.context.logits()[0] - expected).max() < LOGIT_TOLERANCE
         # the large cache is freed
         if heads == "equal":
             assert engine.cache_bytes == small
@@ -77,24 +77,24 @@ def test_whole_read_keeps_the_tokens_of_the_definition(tiny_model, name, heads, 
 def test_layers_that_share_a_budget_hold_it_in_total(tiny_model, name, heads):
     policy = policies.fit(name, 300, 8, ["layers=adaptive", f"heads={heads}"])
     with open_engine(tiny_model(n_head_kv=2, n_layer=3), policy, prefill="whole") as engine:
-        engine.read(text(800))
+        engine.read(random_tokens(800))
         n_live = engine.rows.live.reshape(3, 2)
         assert 6 * policy.n_keep - 6 <= n_live.sum() <= 6 * policy.n_keep
         assert len(set(n_live.sum(axis=1).tolist())) > 1
         if heads == "equal":
             assert (n_live[:, 0] == n_live[:, 1]).all()
         # the stream continues, and evicts every 8 tokens
-        for part in np.split(text(64, seed=3), 8):
+        for part in np.split(random_tokens(64, seed=3), 8):
             engine.step(part)
             engine.evict_if_due()
         assert 6 * policy.n_keep - 6 <= engine.rows.live.sum() <= 6 * policy.n_keep
 
 
 def test_policy_adopts_the_kept_tokens_of_ragged_rows(monkeypatch, tiny_model):
-    adopt, seen = H2O.adopt, []
+    adopt, views = H2O.adopt, []
 
     def noted(self, view, state):
-        seen.append(view)
+        views.append(view)
         adopt(self, view, state)
         # this also changes the state of dead cells in the shorter rows; the engine has to set it to zero
         # again
@@ -103,8 +103,8 @@ def test_policy_adopts_the_kept_tokens_of_ragged_rows(monkeypatch, tiny_model):
     monkeypatch.setattr(H2O, "adopt", noted)
     policy = policies.fit("h2o", 48, 8, ["heads=adaptive"])
     with open_engine(tiny_model(n_head_kv=2), policy, prefill="whole") as engine:
-        engine.read(text(310))
-        (view,) = seen
+        engine.read(random_tokens(310))
+        (view,) = views
         dead = np.arange(engine.n_kv) >= engine.rows.live[:, None]
         assert dead.any()
         assert view.live.tolist() == engine.rows.live.tolist()
@@ -143,13 +143,13 @@ def test_signals_of_ragged_rows_equal_those_of_equal_rows(tiny_model, n):
     views = []
     for policy in (Watcher(48, 8), WatcherOfRows(48, 8)):
         with open_engine(tiny_model(n_head_kv=2), policy, n_batch=64) as engine:
-            engine.read(text(n))
+            engine.read(random_tokens(n))
         views.append(policy.views[0])
     for name in PER_CELL.values():
-        want, got = (getattr(view, name) for view in views)
-        if want is not None:
-            assert want.any(), name
-            assert np.abs(got - want).max() < 1e-4, name
+        expected, actual = (getattr(view, name) for view in views)
+        if expected is not None:
+            assert expected.any(), name
+            assert np.abs(actual - expected).max() < 1e-4, name
 
 
 def test_rows_that_share_a_budget_stream_prompts_beyond_the_context(tiny_model):
@@ -157,13 +157,13 @@ def test_rows_that_share_a_budget_stream_prompts_beyond_the_context(tiny_model):
     with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy) as engine:
         assert engine.reads_whole(130)
         assert not engine.reads_whole(131)
-        assert engine.read(text(131)) == 131
+        assert engine.read(random_tokens(131)) == 131
     policy = policies.fit("kvzip", 48, 8, ["heads=adaptive"])
     with (
         open_engine(tiny_model(n_ctx_train=330, n_head_kv=2), policy) as engine,
         pytest.raises(StreamEnd, match="320 tokens, read twice, .* rows that .* with -o heads=equal"),
     ):
-        engine.read(text(320))
+        engine.read(random_tokens(320))
 
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
@@ -173,11 +173,11 @@ def test_prompts_beyond_the_cells_of_an_index_are_not_read_whole(tiny_model, hea
     with open_engine(path, policy) as engine:
         assert engine.reads_whole(512)
         assert not engine.reads_whole(513)
-        assert engine.read(text(600)) == 600
+        assert engine.read(random_tokens(600)) == 600
     with open_engine(path, policy, prefill="whole") as engine:
         with pytest.raises(UsageError, match="chooses 512 cells by an index: a prompt of 600 tokens cannot"):
-            engine.read(text(600))
-        assert engine.read(text(500)) == 500
+            engine.read(random_tokens(600))
+        assert engine.read(random_tokens(500)) == 500
 
 
 def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
@@ -188,7 +188,7 @@ def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi,
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 def test_bumblebee_summarizes_a_prompt_and_continues_as_a_stream(tiny_model, positions):
-    path, tokens = tiny_model(n_head_kv=2), distinct(110)
+    path, tokens = tiny_model(n_head_kv=2), distinct_tokens(110)
     policy = policies.fit("bumblebee", 32, 8)
     params = policies.chosen(policy)
     stream = transformer.Stream(transformer.Llama(path), positions=positions)
@@ -203,13 +203,13 @@ def test_bumblebee_summarizes_a_prompt_and_continues_as_a_stream(tiny_model, pos
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name):
-    path, tokens = tiny_model(n_ctx_train=130), text(310)
+    path, tokens = tiny_model(n_ctx_train=130), random_tokens(310)
     policy = policies.fit(name, 48, 8)
     model, parts = transformer.Llama(path), []
     for segment in np.array_split(tokens[:300], 3):
         part = transformer.Stream(model)
         part.next = parts[-1].next if parts else 0
-        want = part.decode(segment)
+        expected = part.decode(segment)
         parts.append(part)
     whole = transformer.join(parts, policy.n_keep)
     evict(whole, name, policy, ends=(100, 200, 300))
@@ -217,26 +217,26 @@ def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name
     whole.in_cache = False
     with open_engine(path, policy, prefill="whole") as engine:
         engine.read(tokens[:300])
-        assert np.abs(engine.context.logits()[0] - want[-1]).max() < LOGITS
+        assert np.abs(engine.context.logits()[0] - expected[-1]).max() < LOGIT_TOLERANCE
         # the next plan also gives the same result, because the signals of the kept cells were not lost
         assert_continues_as_defined(engine, whole, tokens[300:], lambda: evict(whole, name, policy))
 
 
 @pytest.mark.parametrize(
-    ("positions", "options", "why"),
+    ("positions", "options", "reason"),
     [("original", [], ""), ("auto", ["heads=adaptive"], ", and rows that share")],
 )
-def test_whole_read_beyond_the_context_ends_the_stream(tiny_model, positions, options, why):
+def test_whole_read_beyond_the_context_ends_the_stream(tiny_model, positions, options, reason):
     policy, path = policies.fit("h2o", 48, 8, options), tiny_model(n_ctx_train=130)
     with open_engine(path, policy, positions=positions, prefill="whole") as engine:
-        with pytest.raises(StreamEnd, match=f"131 tokens is longer than the context of 130{why}"):
-            engine.read(text(131))
-        assert engine.read(text(130)) == 130
+        with pytest.raises(StreamEnd, match=f"131 tokens is longer than the context of 130{reason}"):
+            engine.read(random_tokens(131))
+        assert engine.read(random_tokens(130)) == 130
 
 
 @pytest.mark.parametrize("name", ["h2o", "recall"])
 def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model, name):
-    tokens, lengths, policy = text(300), [], policies.fit(name, 48, 8)
+    tokens, lengths, policy = random_tokens(300), [], policies.fit(name, 48, 8)
 
     def stopped():
         lengths.append(engine.n_past)
@@ -248,12 +248,12 @@ def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model, name):
         assert lengths[-1] > 0
         assert (engine.n_past, engine.n_kv, engine.n_archived, engine.n_pinned) == (0, 0, 0, 5)
         assert engine.read(tokens) == 300
-        again = engine.context.logits().copy()
+        repeated = engine.context.logits().copy()
         assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :5] == np.arange(5)).all()
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
         engine.pin(5)
         engine.read(tokens)
-        assert np.array_equal(engine.context.logits(), again)
+        assert np.array_equal(engine.context.logits(), repeated)
 
 
 def test_short_and_later_texts_are_not_read_whole(tiny_model, monkeypatch):
@@ -261,7 +261,7 @@ def test_short_and_later_texts_are_not_read_whole(tiny_model, monkeypatch):
         raise AssertionError("the text was read whole")
 
     monkeypatch.setattr(WholeReader, "read", fail)
-    tokens = text(200)
+    tokens = random_tokens(200)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
         engine.read(tokens[:48])
         assert engine.n_evicted == 0
@@ -271,12 +271,12 @@ def test_short_and_later_texts_are_not_read_whole(tiny_model, monkeypatch):
 
 
 def test_prompt_read_again_after_a_reset_gives_the_same_result(tiny_model):
-    tokens = text(200)
+    tokens = random_tokens(200)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
         results = []
         for _ in range(2):
             engine.read(tokens)
-            results.append((engine.context.logits().copy(), live(engine), engine.cache_bytes))
+            results.append((engine.context.logits().copy(), live_positions(engine), engine.cache_bytes))
             engine.reset()
         assert np.array_equal(results[0][0], results[1][0])
         assert results[0][1:] == results[1][1:]
@@ -292,7 +292,7 @@ class Whole(Policy):
     budget: int
     slack: int
     fails: list = field(default_factory=list)
-    seen: list = field(default_factory=list)
+    views: list = field(default_factory=list)
     reads = Signal.ATTENTION | Signal.IMPORTANT
     prefill = "whole"
 
@@ -303,7 +303,7 @@ class Whole(Policy):
         state[0][:, : view.n_kv] += view.attn
 
     def plan(self, view, state):
-        self.seen.append(view)
+        self.views.append(view)
         if self.fails:
             self.fails.pop()()
         return Plan(view.pos >= np.sort(view.pos, axis=1)[:, -(self.budget - self.slack), None])
@@ -315,7 +315,7 @@ def _raises(error):
 
 @pytest.mark.parametrize("error", [ValueError("not today"), StreamEnd("not today"), KeyboardInterrupt()])
 def test_failed_plan_of_a_prompt_leaves_an_empty_usable_cache(tiny_model, error):
-    tokens, states = text(200), []
+    tokens, states = random_tokens(200), []
     for fails in ([], [lambda: _raises(error)]):
         with open_engine(tiny_model(), Whole(48, 8, fails)) as engine:
             small = engine.cache_bytes
@@ -326,17 +326,19 @@ def test_failed_plan_of_a_prompt_leaves_an_empty_usable_cache(tiny_model, error)
                 assert (engine.n_past, engine.n_kv, engine.n_held, engine.cache_bytes) == (0, 0, 3, small)
             assert engine.read(tokens) == 200
             engine.read(tokens[:30])
-            states.append((live(engine), engine.state[0].tolist(), engine.context.logits().tolist()))
+            states.append(
+                (live_positions(engine), engine.state[0].tolist(), engine.context.logits().tolist())
+            )
     assert states[0] == states[1]
 
 
 def test_important_counts_stream_tokens_in_every_segment(tiny_model):
     # IMPORTANT of a key is the number of tokens up to the last query to which the key was important. In each
     # segment, some key is important to the last query, so the maximum is the end of the segment
-    tokens, policy = text(300), Whole(48, 8)
+    tokens, policy = random_tokens(300), Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
         engine.read(tokens)
-    (view,) = policy.seen
+    (view,) = policy.views
     order = view.pos.argsort(axis=1)
     important = np.take_along_axis(view.important, order, axis=1)
     assert important.dtype == np.int32
@@ -348,14 +350,14 @@ def test_important_counts_stream_tokens_in_every_segment(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("name", "prefill", "why"),
+    ("name", "prefill", "reason"),
     [
         # CORM cannot compress a prompt to a given size, because each row keeps as many tokens as it needs
         ("corm", "whole", "CORM cannot read a prompt whole; choose --prefill stream"),
         ("h2o", "half", "prefill must be stream, whole or exact, got 'half'"),
     ],
 )
-def test_invalid_ways_to_read_a_prompt_are_refused(tiny_model, name, prefill, why):
+def test_invalid_ways_to_read_a_prompt_are_refused(tiny_model, name, prefill, reason):
     policy = policies.fit(name, 96, 8)
-    with pytest.raises(UsageError, match=why), open_engine(tiny_model(), policy, prefill=prefill):
+    with pytest.raises(UsageError, match=reason), open_engine(tiny_model(), policy, prefill=prefill):
         pass

@@ -19,10 +19,10 @@ from kvtool.llama.cache.segment import CLUSTERS
 from kvtool.llama.libllama.devices import has_gpu
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
-from tests.engine.running import TOLERANCE, open_engine, text
-from tests.engine.running import fit_recall as fit
+from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
+from tests.engine.exact_engines import fit_recall as fit
 from tests.engine.test_exact_reader import logits_of
-from tests.serve.asking import message
+from tests.serve.http_requests import message
 from tests.serve.killed_turns import SlotServer
 
 N_PROMPT, N_LATER = 300, 40
@@ -43,7 +43,7 @@ def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
     ids=["groups", "flash", "sliding"],
 )
 def test_logits_after_a_whole_read_equal_the_full_cache(tiny_model, arch, shape, settings, tolerance):
-    path, tokens = tiny_model(arch, **shape), text(N_PROMPT + N_LATER)
+    path, tokens = tiny_model(arch, **shape), random_tokens(N_PROMPT + N_LATER)
     exact = {"archive_type": settings.get("type_k", "f32"), **settings}
     full, *_ = logits_after(path, policies.fit("full", 512), tokens, **settings)
     logits, (n_kv, n_archived), n_bytes = logits_after(
@@ -57,7 +57,7 @@ def test_logits_after_a_whole_read_equal_the_full_cache(tiny_model, arch, shape,
 
 
 def test_whole_read_of_an_mla_model_archives_the_prompt(tiny_model):
-    path, tokens = tiny_model("deepseek2"), text(N_PROMPT)
+    path, tokens = tiny_model("deepseek2"), random_tokens(N_PROMPT)
     full, *_ = logits_after(path, policies.fit("full", 512), tokens)
     logits, (n_kv, n_archived), _ = logits_after(path, fit(), tokens, prefill="whole")
     assert np.abs(logits - full).max() < TOLERANCE
@@ -66,7 +66,7 @@ def test_whole_read_of_an_mla_model_archives_the_prompt(tiny_model):
 
 def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
     # llama.cpp aborts if a step has more tokens than the context had cells when it was opened
-    path, tokens = tiny_model(n_head_kv=2), text(900)
+    path, tokens = tiny_model(n_head_kv=2), random_tokens(900)
     logits = [
         logits_after(path, fit(search="all"), tokens, 900, prefill="whole", n_batch=n_batch)[0]
         for n_batch in (256, 1024)
@@ -80,7 +80,7 @@ def test_archive_does_not_depend_on_the_number_of_threads(tiny_model, prefill):
     for n_threads in (1, 3):
         path = tiny_model(n_head_kv=2, n_ctx_train=4096)
         with open_engine(path, fit(), prefill=prefill, n_threads=n_threads) as engine:
-            engine.read(text(1500))
+            engine.read(random_tokens(1500))
             saved.append({name: np.array(values) for name, values in engine.save()})
     assert saved[0].keys() == saved[1].keys()
     assert any(name.startswith(CLUSTERS) for name in saved[0])
@@ -90,16 +90,16 @@ def test_archive_does_not_depend_on_the_number_of_threads(tiny_model, prefill):
 
 def test_whole_read_into_a_small_archive_keeps_the_newest_tokens(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", archive=256) as engine:
-        engine.read(text(900))
+        engine.read(random_tokens(900))
         span = engine.context.archive.span
         assert 0 < len(span) <= 256
         assert span.stop == 900 - (engine.n_kv - engine.policy.sinks)
-        engine.read(text(100, seed=2))
+        engine.read(random_tokens(100, seed=2))
         assert len(engine.context.archive.span) <= 256
 
 
 def test_rewind_into_a_whole_prompt_equals_rewind_of_a_stream(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT)
+    path, tokens = tiny_model(n_head_kv=2), random_tokens(N_PROMPT)
     logits = []
     for prefill in ("whole", "stream"):
         with open_engine(path, fit(search="all"), prefill=prefill, archive_type="f32") as engine:
@@ -117,8 +117,8 @@ def test_prompt_beyond_the_context_cannot_be_read_whole(tiny_model):
         assert long_text(engine, "prompt", 257) == message
         message = "recall cannot read more in one piece; continue with --prefill stream"
         with pytest.raises(StreamEnd, match=message):
-            engine.read(text(257))
-        assert engine.read(text(256)) == 256
+            engine.read(random_tokens(257))
+        assert engine.read(random_tokens(256)) == 256
 
 
 def beside_gpu(monkeypatch, n_bytes):
@@ -140,7 +140,7 @@ def test_prompts_that_fit_in_half_of_a_gpu_are_read_whole_by_default(monkeypatch
         # whole reading is only for texts longer than the budget
         assert not engine.reads_whole(48)
         assert "It is read at once, in a cache of" in long_text(engine, "prompt", 300)
-        assert engine.read(text(300)) == 300
+        assert engine.read(random_tokens(300)) == 300
         assert (engine.cache.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
         # only the first text of a stream is a prompt
         assert not engine.reads_whole(300)
@@ -156,14 +156,14 @@ def test_prompts_that_fit_in_half_of_a_gpu_are_read_whole_by_default(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("prefill", "said"),
+    ("prefill", "line"),
     [(None, "exact up to half of the context (512), in chunks of"), ("stream", "stream: in batches")],
 )
-def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model, prefill, said):
+def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model, prefill, line):
     beside_gpu(monkeypatch, 2**40)
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill=prefill) as engine:
         explain_run(engine, "recall", "prompt")
-    assert f"prefill     {said}" in capsys.readouterr().err
+    assert f"prefill     {line}" in capsys.readouterr().err
 
 
 def refuse_above(n):
@@ -197,7 +197,7 @@ def fail_above(n):
 def test_prompt_is_streamed_if_the_gpu_refuses_the_memory(
     monkeypatch, tiny_model, method, replacement, error
 ):
-    path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT + N_LATER)
+    path, tokens = tiny_model(n_head_kv=2), random_tokens(N_PROMPT + N_LATER)
     streamed, *_, n_bytes = logits_after(path, fit(), tokens)
     beside_gpu(monkeypatch, 2**40)
     monkeypatch.setattr(Context, method, replacement(256))
@@ -215,10 +215,10 @@ def open_writer(path, **settings):
 
 
 def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), text(700)
+    path, tokens = tiny_model(n_head_kv=2), random_tokens(700)
     with open_writer(path, prefill="whole") as writer:
         writer.read(tokens)
-        want = writer.engine.context.logits()[-1].copy()
+        expected = writer.engine.context.logits()[-1].copy()
     beside_gpu(monkeypatch, 2**40)
     with open_writer(path, prefill=None) as writer:
         engine = writer.engine
@@ -241,7 +241,7 @@ def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_mod
         writer.read(tokens[20:600])
         writer.read(tokens[600:610])
         writer.read(tokens[610:])
-        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], expected)
     for prefill in ("stream", "whole"):
         with open_writer(path, prefill=prefill) as writer:
             writer.read(tokens[:100])
@@ -249,11 +249,11 @@ def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_mod
 
 
 def test_stop_during_a_reread_loses_no_tokens(monkeypatch, tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), text(600)
+    path, tokens = tiny_model(n_head_kv=2), random_tokens(600)
     beside_gpu(monkeypatch, 2**40)
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens)
-        want = writer.engine.context.logits()[-1].copy()
+        expected = writer.engine.context.logits()[-1].copy()
     with open_writer(path, prefill=None) as writer:
         writer.read(tokens[:100])
         mark = writer.save()
@@ -269,23 +269,23 @@ def test_stop_during_a_reread_loses_no_tokens(monkeypatch, tiny_model):
         assert writer.rewind(100, mark)
         np.testing.assert_array_equal(writer.unread, tokens[:100])
         assert writer.read(tokens[100:])
-        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], expected)
 
 
 def test_tokens_unknown_to_the_writer_prevent_a_reread(monkeypatch, tiny_model):
     beside_gpu(monkeypatch, 2**40)
     with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
-        writer.engine.read(text(100))
-        writer.read(text(200, seed=2))
+        writer.engine.read(random_tokens(100))
+        writer.read(random_tokens(200, seed=2))
         assert writer.engine.n_past == 300
 
 
 def test_stop_before_a_reread_leaves_the_stream_unchanged(monkeypatch, tiny_model):
     beside_gpu(monkeypatch, 2**40)
     with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
-        writer.read(text(100))
+        writer.read(random_tokens(100))
         writer.stop = True
-        assert not writer.read(text(200, seed=2))
+        assert not writer.read(random_tokens(200, seed=2))
         assert (writer.engine.n_past, len(writer.unread)) == (100, 200)
         with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
             writer.rewind(301, writer.save())
@@ -297,7 +297,7 @@ def test_gpu_that_refused_a_prompt_is_asked_only_for_shorter_ones(monkeypatch, t
         engine, resize = writer.engine, Context.resize
         with monkeypatch.context() as full:
             full.setattr(Context, "resize", refuse_above(300))
-            writer.read(text(400))
+            writer.read(random_tokens(400))
         engine.empty()
         assert (engine.reads_whole(400), engine.reads_whole(399)) == (False, True)
         assert Context.resize is resize
@@ -312,9 +312,9 @@ def test_client_that_leaves_during_a_reread_can_ask_again(monkeypatch, talker, t
         messages += [message("assistant", reply), message("user", "Waves come and go. " * 20)]
         server.leave(messages, 64)
         assert server.slot.engine.n_past == 0
-        again = server.ask(messages)
-        assert again == SlotServer(model, "recall", tmp_path / "two").ask(messages)
-        assert again[1] == 0
+        second_answer = server.ask(messages)
+        assert second_answer == SlotServer(model, "recall", tmp_path / "two").ask(messages)
+        assert second_answer[1] == 0
 
 
 def test_message_says_how_a_long_prompt_is_read(tiny_model):

@@ -16,8 +16,8 @@ from kvtool import policies
 from kvtool.llama.libllama.workers import add_rpc
 from kvtool.measure import perplexity
 from lab.benchmarks import wire
-from tests.engine import rpc_server, saved
-from tests.engine.running import open_engine, text
+from tests.engine import rpc_server, saved_state
+from tests.engine.exact_engines import open_engine, random_tokens
 from tests.engine.test_spares import RECOMPUTE
 from tests.engine.test_worker import working
 
@@ -43,16 +43,16 @@ def model_of(tiny_model, n_head_kv=2):
     return tiny_model(n_layer=N_LAYER, n_head_kv=n_head_kv, n_ctx_train=130)
 
 
-def opened(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    policy = policies.fit("recall", 48, 16, [how])
+def start_engine(path, search, archive_type, flash, kind, n_gpu_layers, **more):
+    policy = policies.fit("recall", 48, 16, [search])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     return open_engine(path, policy, n_gpu_layers, archive=N_ARCHIVE, **settings, **more)
 
 
-def run(path, *how, **more):
-    """Return (results of a stream, its state after the first N_FIRST tokens). See `opened` for `how`."""
-    tokens, results = text(N_FIRST + N_LATER), {}
-    with opened(path, *how, **more) as engine:
+def run(path, *arguments, **more):
+    """Return (results of a stream, its state after N_FIRST tokens). See start_engine for `arguments`."""
+    tokens, results = random_tokens(N_FIRST + N_LATER), {}
+    with start_engine(path, *arguments, **more) as engine:
         archive = engine.context.archive
         first = perplexity.stream(engine, tokens[:N_FIRST])
         state = {name: array.copy() for name, array in engine.save()}
@@ -67,18 +67,18 @@ def run(path, *how, **more):
     return results, state
 
 
-def goes_on(path, state, *how):
+def goes_on(path, state, *arguments):
     """Return the NLL of the tokens after N_FIRST, from a state that `run` returned."""
-    with opened(path, *how) as engine:
+    with start_engine(path, *arguments) as engine:
         engine.restore(state)
-        return perplexity.stream(engine, text(N_FIRST + N_LATER)[N_FIRST:]).tolist()
+        return perplexity.stream(engine, random_tokens(N_FIRST + N_LATER)[N_FIRST:]).tolist()
 
 
 def resized(path, n_gpu_layers):
     """Return the NLL of each token of a stream whose cache is resized."""
     nll = []
     with open_engine(path, policies.fit("recall", 48, 16), n_gpu_layers) as engine:
-        for part, n_cell in zip(np.split(text(220), [100, 160]), (0, 512, 256), strict=True):
+        for part, n_cell in zip(np.split(random_tokens(220), [100, 160]), (0, 512, 256), strict=True):
             if n_cell:
                 engine.context.resize(np.full(len(engine.context.layer_cells), n_cell))
             nll += perplexity.stream(engine, part).tolist()
@@ -93,11 +93,11 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
     policy = policies.fit("recall", 96, 16)
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
-        engine.read(text(48))
+        engine.read(random_tokens(48))
         archive = engine.context.archive
-        held = saved.parse(engine.context.state())
-        want = [
-            np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
+        cells = saved_state.parse(engine.context.state())
+        expected = [
+            np.stack([cells.keys(layer, n_head_kv), cells.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
         # the client sends one graph for each number of cells. These pushes send both graphs before the bytes
@@ -111,7 +111,7 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             sent, received = (new - old for new, old in zip(meter.read(), before, strict=True))
             n_bytes = [received["get"], sent["graph"]]
         archived = archive.read(archive.end - len(LEAVING), archive.end).view(np.float32)
-        return np.array_equal(archived.reshape(-1), np.array(want).reshape(-1)), n_bytes
+        return np.array_equal(archived.reshape(-1), np.array(expected).reshape(-1)), n_bytes
 
 
 def client(endpoint, file, *paths):
@@ -129,8 +129,8 @@ def client(endpoint, file, *paths):
         results.append(result)
     printed = {"results": results, "resized": resized(paths[1], 99)}
     printed["in_file"] = run(paths[1], *RUNS[0], archive_file=file)[0]
-    printed["left"] = [leave(paths[each[-1] - 1], *each, 99, meter) for each in CACHES]
-    printed["left_of_some"] = [leave(paths[each[-1] - 1], *each, 3)[0] for each in CACHES]
+    printed["left"] = [leave(paths[cache[-1] - 1], *cache, 99, meter) for cache in CACHES]
+    printed["left_of_some"] = [leave(paths[cache[-1] - 1], *cache, 3)[0] for cache in CACHES]
     print(json.dumps(printed))
 
 
@@ -163,32 +163,32 @@ def remote(request, tiny_model, tmp_path_factory):
 @pytest.fixture(params=range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
 def both(request, remote, path):
     """Return (results of the client that uses the server, results in this process)."""
-    *how, _ = RUNS[request.param]
-    return remote["results"][request.param], run(path, *how, 0)[0]
+    *options, _ = RUNS[request.param]
+    return remote["results"][request.param], run(path, *options, 0)[0]
 
 
 def test_recall_over_rpc_gives_the_local_results(both):
-    there, here = both
-    assert len(here["nll"]) == N_FIRST + N_LATER - 2
-    assert np.abs(np.subtract(there["nll"], here["nll"])).max() < 1e-4
-    assert np.abs(np.subtract(there["logits"], here["logits"])).max() < 1e-3
-    assert np.argmax(there["logits"]) == np.argmax(here["logits"])
+    remote, local = both
+    assert len(local["nll"]) == N_FIRST + N_LATER - 2
+    assert np.abs(np.subtract(remote["nll"], local["nll"])).max() < 1e-4
+    assert np.abs(np.subtract(remote["logits"], local["logits"])).max() < 1e-3
+    assert np.argmax(remote["logits"]) == np.argmax(local["logits"])
 
 
 def test_archive_equals_the_local_archive(both):
-    there, here = both
-    assert here["span"][1] - here["span"][0] == N_ARCHIVE
-    assert (there["span"], there["bytes"]) == (here["span"], here["bytes"])
+    remote, local = both
+    assert local["span"][1] - local["span"][0] == N_ARCHIVE
+    assert (remote["span"], remote["bytes"]) == (local["span"], local["bytes"])
     # up to 1 % of the stored bytes may differ because of rounding
-    assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
+    assert np.mean(np.not_equal(remote["stored"], local["stored"])) < 0.01
 
 
 def test_saved_stream_continues_over_rpc_and_locally(both):
-    there, here = both
-    rest = there["nll"][N_FIRST - 1 :]
-    assert there["again"] == rest
-    assert np.abs(np.subtract(there["here"], rest)).max() < 1e-4
-    assert np.abs(np.subtract(there["there"], here["again"])).max() < 1e-4
+    remote, local = both
+    later_nll = remote["nll"][N_FIRST - 1 :]
+    assert remote["again"] == later_nll
+    assert np.abs(np.subtract(remote["here"], later_nll)).max() < 1e-4
+    assert np.abs(np.subtract(remote["there"], local["again"])).max() < 1e-4
 
 
 def test_archive_file_over_rpc_gives_the_local_results(remote, path):
@@ -200,7 +200,7 @@ def test_resized_cache_over_rpc_gives_the_local_results(remote, path):
     assert np.abs(np.subtract(remote["resized"], resized(path, 0))).max() < 1e-4
 
 
-@pytest.mark.parametrize("number", range(len(CACHES)), ids=[" ".join(map(str, each)) for each in CACHES])
+@pytest.mark.parametrize("number", range(len(CACHES)), ids=[" ".join(map(str, cache)) for cache in CACHES])
 def test_evicted_cells_are_sent_unchanged_and_without_others(remote, number):
     flash, kind, n_head_kv = CACHES[number]
     same, (n_bytes, n_graph) = remote["left"][number]

@@ -20,7 +20,7 @@ from kvtool.llama.libllama import log
 from kvtool.llama.libllama.library import api
 from kvtool.llama.loaded.model import Model
 from lab.benchmarks import gpu_rows
-from tests.engine.running import ON_CUDA, open_engine, text
+from tests.engine.exact_engines import ON_CUDA, open_engine, random_tokens
 from tests.engine.test_joint import Counting, one_by_one, run_streams
 
 N_PROMPT, N_LATER = 700, 40
@@ -45,7 +45,7 @@ def always_repeated(monkeypatch):
     monkeypatch.setattr(residents, "_LIMITS", (0.0, 0.0))
 
 
-def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
+def written_logits(path, policy, tokens, n_prompt=N_PROMPT, **settings):
     """Read the first n_prompt tokens exactly, then decode the rest one by one.
 
     Return the logits f32[n, n_vocab] of the tokens after the prompt, and the number of steps that the engine
@@ -80,10 +80,10 @@ def written(path, policy, tokens, n_prompt=N_PROMPT, **settings):
 )
 @pytest.mark.usefixtures("always_repeated")
 def test_keeping_all_tokens_resident_equals_the_full_cache(tiny_model, arch, shape, settings, tolerance):
-    path, tokens = tiny_model(arch, n_ctx_train=2048, **shape), text(N_PROMPT + N_LATER)
+    path, tokens = tiny_model(arch, n_ctx_train=2048, **shape), random_tokens(N_PROMPT + N_LATER)
     cache = {name: settings[name] for name in ("type_k", "type_v") if name in settings}
-    full, _ = written(path, policies.fit("full", 1024), tokens, **cache)
-    logits, n_repeated = written(path, fit(), tokens, resident=ALL, **settings)
+    full, _ = written_logits(path, policies.fit("full", 1024), tokens, **cache)
+    logits, n_repeated = written_logits(path, fit(), tokens, resident=ALL, **settings)
     assert np.abs(logits - full).max() < tolerance
     # the first step is repeated, because there are no residents yet. Steps after a block was clustered are
     # also repeated
@@ -91,15 +91,15 @@ def test_keeping_all_tokens_resident_equals_the_full_cache(tiny_model, arch, sha
 
 
 def test_more_residents_reduce_the_error(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
-    full, _ = written(path, policies.fit("full", 1024), tokens)
-    few, many = (np.abs(written(path, fit(), tokens, resident=n)[0] - full).mean() for n in (32, 256))
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), random_tokens(N_PROMPT + N_LATER)
+    full, _ = written_logits(path, policies.fit("full", 1024), tokens)
+    few, many = (np.abs(written_logits(path, fit(), tokens, resident=n)[0] - full).mean() for n in (32, 256))
     assert ROUGH / 100 < many < few
 
 
 def test_the_same_text_gives_the_same_logits(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + N_LATER)
-    runs = [written(path, fit(), tokens, resident=64, n_threads=n) for n in (1, 1, 3)]
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), random_tokens(N_PROMPT + N_LATER)
+    runs = [written_logits(path, fit(), tokens, resident=64, n_threads=n) for n in (1, 1, 3)]
     assert [n for _, n in runs] == [runs[0][1]] * 3
     np.testing.assert_array_equal(runs[0][0], runs[1][0])
     assert ON_CUDA or np.abs(runs[0][0] - runs[2][0]).max() < ROUGH
@@ -109,10 +109,10 @@ def test_the_same_text_gives_the_same_logits(tiny_model):
 def test_residents_beyond_the_context_equal_a_search_of_all_clusters(tiny_model):
     # Half of the context is 63 tokens. Older tokens keep this distance, so each step rotates their keys
     # again. About every 70 tokens, gaps between positions are closed, and all keys are rotated
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), text(900)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=126), random_tokens(900)
     all_exact = policies.fit("recall", 48, 16, ["exact=4096"])
-    host, _ = written(path, all_exact, tokens, prefill="stream", n_prompt=300)
-    device, n_repeated = written(path, fit(48), tokens, prefill="stream", n_prompt=300, resident=ALL)
+    host, _ = written_logits(path, all_exact, tokens, prefill="stream", n_prompt=300)
+    device, n_repeated = written_logits(path, fit(48), tokens, prefill="stream", n_prompt=300, resident=ALL)
     assert np.abs(device - host).max() < 2 * ROUGH
     assert 0 < n_repeated < 300
 
@@ -126,8 +126,8 @@ def test_residents_beyond_the_context_equal_a_search_of_all_clusters(tiny_model)
     ids=str,
 )
 def test_steps_search_the_archive_if_no_tokens_can_be_resident(tiny_model, arch, settings):
-    path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + 4)
-    host, _ = written(path, fit(), tokens, **settings)
+    path, tokens = tiny_model(arch, n_ctx_train=2048), random_tokens(N_PROMPT + 4)
+    host, _ = written_logits(path, fit(), tokens, **settings)
     with open_engine(path, fit(), **(HALF | {"prefill": "exact", "resident": 64} | settings)) as engine:
         engine.read(tokens[:N_PROMPT])
         for token in tokens[N_PROMPT:]:
@@ -139,11 +139,11 @@ def test_steps_search_the_archive_if_no_tokens_can_be_resident(tiny_model, arch,
 
 
 def test_archive_is_searched_again_if_its_means_exceed_the_cells(tiny_model, monkeypatch):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(900)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), random_tokens(900)
     monkeypatch.setattr(residents, "_MAX_MEANS", 48)
     monkeypatch.setattr(residents, "_MAX_SETS", 0)
-    host, _ = written(path, fit(), tokens, n_prompt=300)
-    device, _ = written(path, fit(), tokens, n_prompt=300, resident=64)
+    host, _ = written_logits(path, fit(), tokens, n_prompt=300)
+    device, _ = written_logits(path, fit(), tokens, n_prompt=300, resident=64)
     far = np.abs(device - host).max(axis=1) > ROUGH
     # the cells hold at most 48 means: 16 clusters for each of three blocks. Until they are full, steps attend
     # to residents, so their logits differ from `host`. Later steps search the archive in host memory
@@ -159,12 +159,12 @@ def test_archive_is_searched_again_if_its_means_exceed_the_cells(tiny_model, mon
 def test_means_of_sets_replace_clusters_without_cells(tiny_model, monkeypatch):
     # The archive has 19 blocks of 16 clusters. The clusters of 16 blocks form 16 sets, and 3 blocks are in no
     # set. n_page is the number of these sets and blocks for whose clusters there are cells
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=16384), text(5010)
-    full, _ = written(path, policies.fit("full", 5120), tokens, n_prompt=5000)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=16384), random_tokens(5010)
+    full, _ = written_logits(path, policies.fit("full", 5120), tokens, n_prompt=5000)
 
     def error(policy, n_mean=0, n_mean_set=64, **settings):
         monkeypatch.setattr(residents, "_means_for", lambda n: residents._Means(n_mean, n_mean_set))
-        return np.abs(written(path, policy, tokens, n_prompt=5000, **settings)[0] - full).mean()
+        return np.abs(written_logits(path, policy, tokens, n_prompt=5000, **settings)[0] - full).mean()
 
     all_cells, without_sets, half, few = (
         error(fit(), 16 * n_page, n_mean_set, resident=2048)
@@ -176,8 +176,8 @@ def test_means_of_sets_replace_clusters_without_cells(tiny_model, monkeypatch):
 
 
 def test_archive_is_searched_if_the_device_has_no_memory(tiny_model, monkeypatch):
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), text(N_PROMPT + 4)
-    host, _ = written(path, fit(), tokens)
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=2048), random_tokens(N_PROMPT + 4)
+    host, _ = written_logits(path, fit(), tokens)
 
     def refuse(self, n_mean, n_mean_set, n_token):
         raise LibraryError("llama.cpp refused: a device has no memory for residents")
@@ -199,7 +199,7 @@ def test_archive_is_searched_if_the_device_has_no_memory(tiny_model, monkeypatch
     ],
 )
 def test_the_limit_of_missed_attention_adapts_to_the_model(tiny_model, monkeypatch, missed, n_min, n_max):
-    tokens = text(N_PROMPT + 1)
+    tokens = random_tokens(N_PROMPT + 1)
     rng = np.random.default_rng(0)
     with open_engine(tiny_model("llama"), fit(), prefill="exact", resident=ALL, **HALF) as engine:
         engine.read(tokens[:N_PROMPT])
@@ -234,9 +234,9 @@ def test_blocks_and_clusters_have_the_librarys_sizes(tiny_model):
 
 def test_cells_of_residents_are_counted_and_freed(tiny_model):
     with open_engine(tiny_model(n_head_kv=2, n_ctx_train=2048), fit(), **(HALF | {"resident": 64})) as engine:
-        engine.read(text(N_PROMPT))
+        engine.read(random_tokens(N_PROMPT))
         n_before = engine.cache_bytes
-        engine.step(text(1))
+        engine.step(random_tokens(1))
         archive = engine.context.archive
         n_cell = (engine.cache_bytes - n_before) // (n_before // engine.context.n_cell)
         # 256 cells are for means, 384 for tokens without clusters, and 64 for residents. 64 cells are added,
@@ -249,12 +249,12 @@ def test_cells_of_residents_are_counted_and_freed(tiny_model):
 @pytest.mark.parametrize("arch", ["llama", "qwen35"])
 @pytest.mark.usefixtures("always_repeated")
 def test_rewound_and_restored_streams_continue_like_an_uninterrupted_one(tiny_model, arch):
-    path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + N_LATER)
+    path, tokens = tiny_model(arch, n_ctx_train=2048), random_tokens(N_PROMPT + N_LATER)
     settings = HALF | {"prefill": "exact", "resident": ALL}
-    want, _ = written(path, fit(), tokens, resident=ALL)
+    expected, _ = written_logits(path, fit(), tokens, resident=ALL)
     with open_engine(path, fit(), **settings) as engine:
         engine.read(tokens[:N_PROMPT])
-        for token in text(30, seed=5):
+        for token in random_tokens(30, seed=5):
             engine.step(np.array([token]))
         n_kept = engine.rewind(N_PROMPT - 40)
         # a model with recurrent layers can only be rewound to a checkpoint. Without a checkpoint, it begins
@@ -263,13 +263,13 @@ def test_rewound_and_restored_streams_continue_like_an_uninterrupted_one(tiny_mo
         engine.read(tokens[n_kept:N_PROMPT])
         for token in tokens[N_PROMPT : N_PROMPT + 20]:
             engine.step(np.array([token]))
-        assert np.abs(engine.context.logits()[-1] - want[19]).max() < ROUGH
+        assert np.abs(engine.context.logits()[-1] - expected[19]).max() < ROUGH
         saved = {name: np.array(values) for name, values in engine.save()}
     with open_engine(path, fit(), **settings) as engine:
         engine.restore(saved)
         for token in tokens[N_PROMPT + 20 :]:
             engine.step(np.array([token]))
-        assert np.abs(engine.context.logits()[-1] - want[-1]).max() < ROUGH
+        assert np.abs(engine.context.logits()[-1] - expected[-1]).max() < ROUGH
         assert engine.residents.n_token == ALL
 
 
@@ -287,29 +287,29 @@ def test_recurrent_layers_without_an_earlier_state_have_no_residents(tiny_model)
 @pytest.mark.parametrize("arch", ["llama", "lfm2", "qwen35"])
 @pytest.mark.usefixtures("always_repeated")
 def test_drafts_with_residents_give_the_logits_of_single_tokens(tiny_model, arch):
-    path, tokens = tiny_model(arch, n_ctx_train=2048), text(N_PROMPT + N_LATER)
-    want, _ = written(path, fit(), tokens, resident=ALL)
+    path, tokens = tiny_model(arch, n_ctx_train=2048), random_tokens(N_PROMPT + N_LATER)
+    expected, _ = written_logits(path, fit(), tokens, resident=ALL)
     settings = HALF | {"prefill": "exact", "resident": ALL, "n_draft": 4}
     with open_engine(path, fit(), **settings) as engine:
         engine.read(tokens[:N_PROMPT])
-        at = N_PROMPT
-        while at < len(tokens) - 5:
+        n_past = N_PROMPT
+        while n_past < len(tokens) - 5:
             n = min(engine.draft_room(), 4)
             # the last draft token is wrong, so it is dropped
-            step = np.append(tokens[at : at + n], 3) if n else tokens[at : at + 1]
+            step = np.append(tokens[n_past : n_past + n], 3) if n else tokens[n_past : n_past + 1]
             engine.draft(step)
             n_right = max(n, 1)
             logits = engine.context.logits()[:n_right]
-            assert np.abs(logits - want[at - N_PROMPT : at - N_PROMPT + n_right]).max() < ROUGH
+            assert np.abs(logits - expected[n_past - N_PROMPT : n_past - N_PROMPT + n_right]).max() < ROUGH
             engine.drop_drafts(len(step) - n_right)
-            at += n_right
+            n_past += n_right
         assert engine.residents.n_repeated
 
 
 @pytest.mark.usefixtures("always_repeated")
 def test_streams_in_joint_steps_attend_to_their_residents(tiny_model):
     settings = HALF | {"prefill": "exact", "resident": ALL, "n_batch": 256}
-    tokens, n_written, batchers = [text(600 + 40 * i, seed=i) for i in range(3)], (40, 30, 40), []
+    tokens, n_written, batchers = [random_tokens(600 + 40 * i, seed=i) for i in range(3)], (40, 30, 40), []
 
     def several(lock):
         batchers.append(Counting(lock, 3))
@@ -321,8 +321,8 @@ def test_streams_in_joint_steps_attend_to_their_residents(tiny_model):
             for batcher in (one_by_one, several)
         )
     assert batchers[0].sizes == [3] * 30 + [2] * 10
-    for alone, joint in zip(each_alone, together, strict=True):
-        assert np.abs(alone.logits - joint.logits).max() < ROUGH
+    for single, joint in zip(each_alone, together, strict=True):
+        assert np.abs(single.logits - joint.logits).max() < ROUGH
         # the first step is repeated, since it has no residents yet
         assert 1 <= joint.n_repeated < 20
 
@@ -353,10 +353,10 @@ def graphs_of_a_step(path, policy, monkeypatch, **settings):
     # if graphs are not reused, each step logs its graph
     monkeypatch.setenv("LLAMA_GRAPH_REUSE_DISABLE", "1")
     with open_engine(path, policy, **(HALF | settings)) as engine:
-        engine.read(text(N_PROMPT))
-        engine.step(text(1))
+        engine.read(random_tokens(N_PROMPT))
+        engine.step(random_tokens(1))
         with logged() as lines:
-            engine.step(text(1))
+            engine.step(random_tokens(1))
             engine.context.logits()
     splits, operations, _ = max(gpu_rows.graphs_of("".join(lines)), key=lambda graph: sum(graph[1].values()))
     return splits, operations

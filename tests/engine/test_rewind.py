@@ -12,15 +12,15 @@ from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.llama.libllama.workers import add_rpc
 from tests.engine import rpc_server
-from tests.engine.running import TOLERANCE, open_engine, text
-from tests.engine.running import fit_recall as fit
+from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
+from tests.engine.exact_engines import fit_recall as fit
 from tests.engine.test_worker import working
 
 SEARCHES = ({}, {"search": "all"}, {"exact": 40})
 """Ways in which recall searches its archive."""
 
 
-def opened(path, policy, archive_type="f32", n_batch=16, **settings):
+def start_engine(path, policy, archive_type="f32", n_batch=16, **settings):
     return open_engine(path, policy, archive_type=archive_type, n_batch=n_batch, **settings)
 
 
@@ -48,20 +48,20 @@ def logits(engine, tokens):
 
 def check_back(engine, fresh, n, n_later, tolerance):
     """Read n + n_later tokens, rewind to n, and compare with `fresh`, which reads only the first n tokens."""
-    tokens = text(n + 40)
+    tokens = random_tokens(n + 40)
     for each in (engine, fresh):
         each.reset()
         # the tokens of a step all attend exactly to the same clusters. Therefore both engines must divide the
         # text into the same steps
         each.read(tokens[:n])
-    wanted = state(fresh)
-    engine.read(text(n_later, seed=2))
+    expected = state(fresh)
+    engine.read(random_tokens(n_later, seed=2))
     assert engine.n_past == n + n_later
     assert engine.rewind(n) == n
     assert not engine.context.has_logits
-    assert state(engine) == wanted
-    got, wanted = (logits(each, tokens[n:]) for each in (engine, fresh))
-    assert np.abs(got - wanted).max() < tolerance
+    assert state(engine) == expected
+    actual, expected = (logits(each, tokens[n:]) for each in (engine, fresh))
+    assert np.abs(actual - expected).max() < tolerance
     assert state(engine) == state(fresh)
 
 
@@ -80,7 +80,7 @@ STREAMS = {
 def test_rewound_stream_equals_one_that_read_no_more(tiny_model, share_of, search, n_ctx, n_later):
     policy, lengths = fit(**search), STREAMS[n_ctx][1][:: share_of(2, 1)]
     path = tiny_model(n_head_kv=2, n_ctx_train=n_ctx)
-    with opened(path, policy) as engine, opened(path, policy) as fresh:
+    with start_engine(path, policy) as engine, start_engine(path, policy) as fresh:
         for n in sorted({*lengths, policy.n_live + 1, policy.n_live}, reverse=True):
             check_back(engine, fresh, n, n_later, TOLERANCE)
 
@@ -117,58 +117,58 @@ def test_rewind_works_with_other_caches_and_models(tiny_model, settings, model, 
     path = tiny_model(**model, n_ctx_train=256)
     # search=all chooses no clusters, so rounding cannot change the choice
     policy = fit(search="all") if settings else fit()
-    with opened(path, policy, **settings) as engine, opened(path, policy, **settings) as fresh:
+    with start_engine(path, policy, **settings) as engine, start_engine(path, policy, **settings) as fresh:
         for n in (600, 270, 200, 40):
             check_back(engine, fresh, n, 300, tolerance)
 
 
 def test_rewind_works_with_an_archive_file(tiny_model, tmp_path):
     path, settings = tiny_model(n_head_kv=2, n_ctx_train=256), {"archive_file": str(tmp_path / "archive")}
-    with opened(path, fit(), **settings) as engine, opened(path, fit()) as fresh:
+    with start_engine(path, fit(), **settings) as engine, start_engine(path, fit()) as fresh:
         for n in (690, 250, 20):
             check_back(engine, fresh, n, 300, TOLERANCE)
 
 
 def test_rewind_keeps_pinned_and_held_tokens(tiny_model):
     path, policy = tiny_model(n_head_kv=2, n_ctx_train=256), fit(64)
-    with opened(path, policy) as engine, opened(path, policy) as fresh:
+    with start_engine(path, policy) as engine, start_engine(path, policy) as fresh:
         for n in (500, 60, 12, 5):
             for each in (engine, fresh):
                 each.reset()
                 each.pin(12)
                 each.hold(3)
-                each.read(text(n))
-            engine.read(text(300, seed=2))
+                each.read(random_tokens(n))
+            engine.read(random_tokens(300, seed=2))
             assert engine.rewind(n) == n
             assert state(engine) == state(fresh)
             for each in (engine, fresh):
-                each.read(text(200, seed=3))
+                each.read(random_tokens(200, seed=3))
             assert state(engine) == state(fresh)
             assert (engine.cells().pos[:, :12] == np.arange(12)).all()
 
 
 def test_rewound_stream_can_be_saved_and_restored(tiny_model):
     path = tiny_model(n_head_kv=2, n_ctx_train=256)
-    with opened(path, fit()) as engine, opened(path, fit()) as other:
-        engine.read(text(900))
+    with start_engine(path, fit()) as engine, start_engine(path, fit()) as other:
+        engine.read(random_tokens(900))
         assert engine.rewind(400) == 400
         other.restore({name: array.copy() for name, array in engine.save()})
         assert state(engine) == state(other)
-        both = [logits(each, text(50, seed=2)) for each in (engine, other)]
+        both = [logits(each, random_tokens(50, seed=2)) for each in (engine, other)]
         assert (both[0] == both[1]).all()
 
 
 def test_rewind_to_a_forgotten_window_changes_nothing(tiny_model):
     policy = fit()
-    with opened(tiny_model(n_head_kv=2), policy, archive=100) as engine:
-        engine.read(text(600))
+    with start_engine(tiny_model(n_head_kv=2), policy, archive=100) as engine:
+        engine.read(random_tokens(600))
         before, n_min = state(engine), engine.context.archive.span.start + policy.n_keep - policy.sinks
         assert engine.rewind(300) is None
         assert engine.rewind(n_min - policy.slack) is None
         assert state(engine) == before
         assert engine.context.has_logits
         assert engine.rewind(n_min + policy.slack)
-        engine.step(text(1))
+        engine.step(random_tokens(1))
         # sinks are never forgotten, so a stream can always go back to them
         assert engine.rewind(3) == 3
         assert engine.n_kv == 3
@@ -179,7 +179,7 @@ def test_rewind_without_checkpoints_starts_over(tiny_model, name):
     policy = policies.fit(name, 64, 16)
     with open_engine(tiny_model(), policy, n_batch=16, checkpoints=0) as engine:
         engine.pin(3)
-        engine.read(text(200))
+        engine.read(random_tokens(200))
         assert not engine.can_rewind
         assert engine.rewind(200) == 200
         assert engine.n_kept(100) == engine.rewind(100) == engine.n_past == 0
@@ -187,8 +187,8 @@ def test_rewind_without_checkpoints_starts_over(tiny_model, name):
 
 
 def test_rewind_outside_the_stream_is_refused(tiny_model):
-    with opened(tiny_model(), fit()) as engine:
-        engine.read(text(100))
+    with start_engine(tiny_model(), fit()) as engine:
+        engine.read(random_tokens(100))
         for n in (-1, 101):
             with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
                 engine.rewind(n)
@@ -202,7 +202,10 @@ def client(endpoint, path):
     policy, lengths = fit(search="all"), []
     for flash, kind in (("off", "f32"), ("on", "f16")):
         settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_gpu_layers": 99}
-        with opened(path, policy, **settings) as engine, opened(path, policy, **settings) as fresh:
+        with (
+            start_engine(path, policy, **settings) as engine,
+            start_engine(path, policy, **settings) as fresh,
+        ):
             for n in (120, 20):
                 check_back(engine, fresh, n, 60, TOLERANCE if kind == "f32" else 2e-2)
                 lengths.append(n)

@@ -21,9 +21,9 @@ from kvtool.llama.loaded.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Signal, SignalRequest
 from lab.benchmarks.servers import reserved_port
-from tests import forked
-from tests.engine import rpc_server, saved
-from tests.engine.running import open_engine, text
+from tests import fork_server
+from tests.engine import rpc_server, saved_state
+from tests.engine.exact_engines import open_engine, random_tokens
 from tests.policies.merging import Merging
 
 POLICIES = {
@@ -70,12 +70,12 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
     If rows are ragged, return the NLL and the numbers of live cells instead.
     """
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
-        nll = perplexity.stream(engine, text(N_TOKENS))
+        nll = perplexity.stream(engine, random_tokens(N_TOKENS))
         assert engine.n_evicted > 80
         if engine.policy.ragged:
             return [nll.tolist(), engine.rows.live.tolist()]
         # if the model has sliding layers, their cache is the last
-        state = saved.parse_all(engine.context.state())[-1]
+        state = saved_state.parse_all(engine.context.state())[-1]
         ends = [take(layer, 2).tolist() for layer in (0, -1) for take in (state.keys, state.values)]
         return [nll.tolist(), *ends]
 
@@ -93,9 +93,9 @@ def signals(path, n_gpu_layers=None):
     def read():
         return [context.history(Signal.RECENT, 512).tolist(), context.read(Signal.IMPORTANT, 512).tolist()]
 
-    tokens = text(330)
-    for at in range(0, 320, 64):
-        context.decode(tokens[at : at + 64], at, 1)
+    tokens = random_tokens(330)
+    for begin in range(0, 320, 64):
+        context.decode(tokens[begin : begin + 64], begin, 1)
     reads = [read()]
     # keep so few tokens that llama.cpp's attention covers only a part of the cells
     context.apply(np.empty((0, 4), np.int32), 40, 280)
@@ -146,23 +146,23 @@ def test_edits_on_the_server_score_like_local_edits(remote, tiny_model, number):
     buffers = re.findall(r"(\S+) KV buffer size", log)
     assert len(buffers) == (2 if "gemma3" in run else 1)
     assert all(buffer.startswith("RPC0") for buffer in buffers)
-    here = [np.array(part) for part in score(model_of(tiny_model, *run[3:]), *run)]
-    there = [np.array(part) for part in remote[0]["results"][number]]
-    assert len(here[0]) == N_TOKENS - 1
-    for ours, theirs in zip(here, there, strict=True):
-        assert ours.shape == theirs.shape
-        assert np.abs(ours - theirs).max() < 1e-4
+    local_results = [np.array(part) for part in score(model_of(tiny_model, *run[3:]), *run)]
+    remote_results = [np.array(part) for part in remote[0]["results"][number]]
+    assert len(local_results[0]) == N_TOKENS - 1
+    for expected, actual in zip(local_results, remote_results, strict=True):
+        assert expected.shape == actual.shape
+        assert np.abs(expected - actual).max() < 1e-4
 
 
 @pytest.mark.parametrize("number", range(len(N_GPU_LAYERS)), ids=[f"{n} layers" for n in N_GPU_LAYERS])
 def test_signals_on_the_server_equal_local_signals(remote, tiny_model, number):
-    for ours, theirs in zip(signals(model_of(tiny_model)), remote[0]["signals"][number], strict=True):
-        recent, important = map(np.array, ours)
-        np.testing.assert_allclose(theirs[0], recent, atol=1e-5)
+    for expected, actual in zip(signals(model_of(tiny_model)), remote[0]["signals"][number], strict=True):
+        recent, important = map(np.array, expected)
+        np.testing.assert_allclose(actual[0], recent, atol=1e-5)
         # every query has attended to some key in every row
         assert (recent.sum(axis=2) > 0).all()
         # at the threshold, rounding decides whether a key is important
-        assert (theirs[1] != important).mean() < 0.002
+        assert (actual[1] != important).mean() < 0.002
         assert len(np.unique(important)) > 3
 
 
@@ -171,7 +171,7 @@ def test_a_server_that_does_not_answer_is_an_error():
     with reserved_port() as port:
         endpoint = f"127.0.0.1:{port}"
         code = f"from kvtool.llama.libllama.workers import add_rpc; add_rpc({endpoint!r})"
-        done = forked.run([sys.executable, "-c", code], cwd=forked.ROOT)
+        done = fork_server.run([sys.executable, "-c", code], cwd=fork_server.ROOT)
     assert done.returncode == 1, done.stderr[-3000:]
     line = done.stderr.strip().rpartition("\n")[2]
     assert line.endswith(

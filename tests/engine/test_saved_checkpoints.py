@@ -13,7 +13,7 @@ from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.engine import checkpoints
 from kvtool.errors import SessionError
 from kvtool.llama.cache.segment import CHECKPOINTS, SavedCheckpoint, listed
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 SPACING = 60
 
@@ -28,7 +28,7 @@ def path(tmp_path):
     return tmp_path / "chat.kv"
 
 
-def opened(tiny_model, name, **settings):
+def start_engine(tiny_model, name, **settings):
     policy = policies.fit(name, 1024 if name == "full" else 64, 16, ["window=8"] if name == "corm" else [])
     return open_engine(tiny_model("lfm2"), policy, archive_type="f32", n_batch=16, **settings)
 
@@ -43,36 +43,36 @@ def save(path, engine, file=None):
         session.write(path, {}, [*engine.save(archived=False), *listed])
 
 
-def held(engine):
-    return [(each.n_past, bytes(each.data)) for each in engine.checkpoints]
+def checkpoint_data(engine):
+    return [(checkpoint.n_past, bytes(checkpoint.data)) for checkpoint in engine.checkpoints]
 
 
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
 def test_checkpoints_are_saved_and_restored(tiny_model, path, name):
-    with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
-        engine.read(text(200))
+    with start_engine(tiny_model, name) as engine, start_engine(tiny_model, name) as other:
+        engine.read(random_tokens(200))
         save(path, engine)
         other.restore(session.read(path)[1])
         assert len(other.checkpoints) == 3
-        assert held(other) == held(engine)
+        assert checkpoint_data(other) == checkpoint_data(engine)
         n = engine.n_kept(190)
         assert n > 120
         assert engine.rewind(190) == other.rewind(190) == n
         logits = []
         for each in (engine, other):
-            each.read(text(50, seed=2))
+            each.read(random_tokens(50, seed=2))
             logits.append(each.context.logits()[-1].copy())
         assert (logits[0] == logits[1]).all()
 
 
 @pytest.mark.parametrize("name", ["recall", "full", "h2o", "corm"])
 def test_a_turn_appends_its_new_checkpoints(tiny_model, path, name):
-    with opened(tiny_model, name) as engine, closing(ArchiveFile(path)) as file:
-        engine.read(text(150))
+    with start_engine(tiny_model, name) as engine, closing(ArchiveFile(path)) as file:
+        engine.read(random_tokens(150))
         save(path, engine, file)
         first, before = archive_path(path).read_bytes(), listed(session.read(path)[1], SavedCheckpoint)
         assert len(before) == 2
-        engine.read(text(100, seed=2))
+        engine.read(random_tokens(100, seed=2))
         save(path, engine, file)
         assert archive_path(path).read_bytes().startswith(first)
         now = listed(session.read(path)[1], SavedCheckpoint)
@@ -80,25 +80,25 @@ def test_a_turn_appends_its_new_checkpoints(tiny_model, path, name):
         assert now.items() >= before.items()
         # after a rewind, other checkpoints follow the first two
         engine.rewind(140)
-        engine.read(text(120, seed=3))
+        engine.read(random_tokens(120, seed=3))
         save(path, engine, file)
         assert listed(session.read(path)[1], SavedCheckpoint).keys() & now.keys() == before.keys()
 
 
 def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path):
-    with opened(tiny_model, "full") as engine:
+    with start_engine(tiny_model, "full") as engine:
         n_bytes = engine.context.fixed_state.n_bytes
     limit = 3 * n_bytes
-    with opened(tiny_model, "full", checkpoints=limit) as engine, closing(ArchiveFile(path)) as file:
+    with start_engine(tiny_model, "full", checkpoints=limit) as engine, closing(ArchiveFile(path)) as file:
         for _ in range(20):
-            engine.read(text(40))
+            engine.read(random_tokens(40))
             engine.checkpoints.take()
             save(path, engine, file)
             assert len(engine.checkpoints) <= 3
             assert archive_path(path).stat().st_size < 7 * n_bytes
-            with opened(tiny_model, "full") as other:
+            with start_engine(tiny_model, "full") as other:
                 other.restore(session.read(path)[1])
-                assert held(other) == held(engine)
+                assert checkpoint_data(other) == checkpoint_data(engine)
         # a new chat has no checkpoints, and therefore no archive file
         engine.reset()
         save(path, engine, file)
@@ -109,8 +109,8 @@ def test_dropped_checkpoints_take_no_more_than_half_of_the_file(tiny_model, path
 @pytest.mark.parametrize("harm", ["damaged", "missing", "another"])
 @pytest.mark.parametrize("name", ["recall", "h2o"])
 def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, path, name, harm):
-    with opened(tiny_model, name) as engine, opened(tiny_model, name) as other:
-        engine.read(text(100))
+    with start_engine(tiny_model, name) as engine, start_engine(tiny_model, name) as other:
+        engine.read(random_tokens(100))
         save(path, engine)
         place = archive_path(path)
         data = bytearray(place.read_bytes())
@@ -130,31 +130,31 @@ def test_only_sessions_with_archived_tokens_need_their_archive_file(tiny_model, 
         assert other.n_past == 100
         # the next turn writes a new archive file. The old file is replaced, or moved away if it may belong to
         # another chat
-        other.read(text(100, seed=2))
-        engine.read(text(100, seed=2))
+        other.read(random_tokens(100, seed=2))
+        engine.read(random_tokens(100, seed=2))
         with closing(ArchiveFile(path)) as file:
             file.adopt(saved)
             save(path, other, file)
             assert bool(file.moved) == (harm == "another")
         _, saved = session.read(path)
         engine.restore(saved)
-        assert held(engine) == held(other) != []
+        assert checkpoint_data(engine) == checkpoint_data(other) != []
         assert {k: v.tobytes() for k, v in engine.save()} == {k: v.tobytes() for k, v in other.save()}
 
 
 def test_failed_restore_keeps_the_checkpoints(tiny_model):
-    with opened(tiny_model, "full") as engine:
-        engine.read(text(150))
-        before = held(engine)
+    with start_engine(tiny_model, "full") as engine:
+        engine.read(random_tokens(150))
+        before = checkpoint_data(engine)
         with pytest.raises(SessionError):
             engine.restore({})
-        assert held(engine) == before != []
+        assert checkpoint_data(engine) == before != []
         assert engine.rewind(140) > 0
 
 
 def test_sessions_of_earlier_versions_have_no_checkpoints(tiny_model, path):
-    with opened(tiny_model, "full") as engine, opened(tiny_model, "full") as other:
-        engine.read(text(100))
+    with start_engine(tiny_model, "full") as engine, start_engine(tiny_model, "full") as other:
+        engine.read(random_tokens(100))
         session.write(path, {}, engine.save(archived=False))
         assert path.read_bytes().startswith(b"kvtool session 1 ")
         other.restore(session.read(path)[1])
@@ -165,8 +165,11 @@ def test_sessions_of_earlier_versions_have_no_checkpoints(tiny_model, path):
 
 
 def test_checkpoints_that_do_not_fit_are_left_out(tiny_model, path):
-    with opened(tiny_model, "full") as engine, opened(tiny_model, "full", checkpoints=10**9) as other:
-        engine.read(text(200))
+    with (
+        start_engine(tiny_model, "full") as engine,
+        start_engine(tiny_model, "full", checkpoints=10**9) as other,
+    ):
+        engine.read(random_tokens(200))
         save(path, engine)
         arrays = dict(session.read(path)[1])
         n_bytes = engine.context.fixed_state.n_bytes
@@ -174,20 +177,20 @@ def test_checkpoints_that_do_not_fit_are_left_out(tiny_model, path):
         table[0, 4] += 8
         table[1, 0] = 999
         other.restore(arrays | {CHECKPOINTS: table})
-        assert [each.n_past for each in other.checkpoints] == table[2:, 0].tolist()
+        assert [checkpoint.n_past for checkpoint in other.checkpoints] == table[2:, 0].tolist()
         assert other.checkpoints.n_bytes == n_bytes
-    with opened(tiny_model, "full", checkpoints=2 * n_bytes) as other:
+    with start_engine(tiny_model, "full", checkpoints=2 * n_bytes) as other:
         other.restore(arrays)
-        assert held(other) == held(engine)[1:]
+        assert checkpoint_data(other) == checkpoint_data(engine)[1:]
 
 
 def test_two_sessions_share_no_archive_file(tiny_model, path):
-    with opened(tiny_model, "full") as engine:
-        engine.read(text(100))
+    with start_engine(tiny_model, "full") as engine:
+        engine.read(random_tokens(100))
         save(path, engine)
         before = archive_path(path).read_bytes()
         session.set_aside(path)
-        engine.read(text(100))
+        engine.read(random_tokens(100))
         with closing(ArchiveFile(path)) as file:
             file.adopt(session.read(path)[1])
             save(path, engine, file)
@@ -198,9 +201,9 @@ def test_two_sessions_share_no_archive_file(tiny_model, path):
 
 def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_MAX_SAVED_BYTES", 0)
-    with opened(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
+    with start_engine(tiny_model, "h2o") as engine, closing(ArchiveFile(path)) as file:
         for n in range(12):
-            engine.read(text(50))
+            engine.read(random_tokens(50))
             engine.checkpoints.take()
             save(path, engine, file)
             parts = [*listed(session.read(path)[1], SavedCheckpoint)]
@@ -210,21 +213,21 @@ def test_session_stores_few_copies_of_a_large_cache(tiny_model, path, monkeypatc
             assert n < 3 or n // 5 * 50 < parts[0].n_past <= engine.n_past - 150
             assert n < 1 or archive_path(path).stat().st_size < 7 * max(part.n_bytes for part in parts)
         assert len(engine.checkpoints) >= 8
-        with opened(tiny_model, "h2o") as other:
+        with start_engine(tiny_model, "h2o") as other:
             other.restore(session.read(path)[1])
-            assert [each.n_past for each in other.checkpoints] == [part.n_past for part in parts]
+            assert [checkpoint.n_past for checkpoint in other.checkpoints] == [part.n_past for part in parts]
             n = engine.n_past - 30
             assert other.rewind(n) == engine.rewind(n) == engine.n_past == n - 20
             assert {k: v.tobytes() for k, v in other.save()} == {k: v.tobytes() for k, v in engine.save()}
 
 
 def test_session_stores_all_copies_of_a_small_cache(tiny_model, path):
-    with opened(tiny_model, "h2o") as engine:
+    with start_engine(tiny_model, "h2o") as engine:
         for _ in range(7):
-            engine.read(text(50))
+            engine.read(random_tokens(50))
             engine.checkpoints.take()
         save(path, engine)
         saved = [part.n_past for part in listed(session.read(path)[1], SavedCheckpoint)]
         # the newest checkpoint is not listed, because the session itself has that state
-        assert saved == [each.n_past for each in engine.checkpoints][:-1]
+        assert saved == [checkpoint.n_past for checkpoint in engine.checkpoints][:-1]
         assert len(saved) == 6

@@ -15,12 +15,12 @@ from kvtool.cli import progress
 from kvtool.errors import SessionError
 from kvtool.llama.cache.segment import CENTERS, CLUSTER_DIGESTS, CLUSTERS, Clusters, listed
 from kvtool.measure import perplexity
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 MODEL = {"n_head_kv": 2, "n_ctx_train": 1024, "key_bias": 3.0}
 
 
-def opened(path, archive=1200, **settings):
+def start_engine(path, archive=1200, **settings):
     policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=64"])
     # iq4_nl also saves and restores the centers of blocks
     return open_engine(path, policy, archive=archive, **{"archive_type": "iq4_nl", **settings})
@@ -35,7 +35,8 @@ def clusters(engine):
     archive = engine.context.archive
     n = archive.n_block
     return {
-        each: archive.read_clusters(each[0], each[0] + n, each[1]).tobytes() for each in archive.clustered
+        block: archive.read_clusters(block[0], block[0] + n, block[1]).tobytes()
+        for block in archive.clustered
     }
 
 
@@ -53,25 +54,25 @@ def write(path, engine, store):
 
 def assert_engines_equal(one, other, seed):
     """Assert that two engines score the next tokens bit for bit the same, and have the same clusters."""
-    tokens = text(150, seed=seed)
+    tokens = random_tokens(150, seed=seed)
     assert (perplexity.stream(one, tokens) == perplexity.stream(other, tokens)).all()
     assert clusters(one) == clusters(other)
 
 
 def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
-    path, tokens = tiny_model(**MODEL), text(1750)
-    with opened(path) as engine:
+    path, tokens = tiny_model(**MODEL), random_tokens(1750)
+    with start_engine(path) as engine:
         engine.read(tokens[:1650])
         saved, computed = in_memory(engine), clusters(engine)
         assert {is_far for _, is_far in computed} == {True, False}
-        want = perplexity.stream(engine, tokens[1650:])
+        expected = perplexity.stream(engine, tokens[1650:])
     names = [name for name in saved if name.startswith(CLUSTERS)]
     assert len(names) == 3
     rng = np.random.default_rng(1)
     other = {name: rng.integers(0, 256, len(saved[name]), np.uint8) for name in names[1:]}
     wrong_flags = saved[CLUSTERS].copy()
     wrong_flags[:, 2] = 1 - wrong_flags[:, 2]
-    for given, is_known in (
+    for arrays, is_known in (
         (saved, True),
         # a state without clusters, as earlier versions saved it. The clusters are computed again
         ({name: array for name, array in saved.items() if name not in names}, True),
@@ -82,22 +83,22 @@ def test_saved_clusters_are_restored_and_missing_ones_are_computed(tiny_model):
         # clusters are computed again
         (saved | other | {CLUSTERS: wrong_flags}, True),
     ):
-        with opened(path) as engine:
-            engine.restore(given)
+        with start_engine(path) as engine:
+            engine.restore(arrays)
             assert (clusters(engine) == computed) == is_known
             assert b"".join(clusters(engine).values()) == (
                 b"".join(computed.values() if is_known else (other[name].tobytes() for name in names[1:]))
             )
-            assert (perplexity.stream(engine, tokens[1650:]) == want).all() == is_known
+            assert (perplexity.stream(engine, tokens[1650:]) == expected).all() == is_known
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_restore_reports_the_progress_of_clustering(tiny_model, n_threads):
     path = tiny_model(**MODEL)
-    with opened(path) as engine:
-        engine.read(text(900))
+    with start_engine(path) as engine:
+        engine.read(random_tokens(900))
         saved = in_memory(engine)
-    with opened(path, n_threads=n_threads) as engine:
+    with start_engine(path, n_threads=n_threads) as engine:
         reports = progress_of(engine)
         engine.restore(saved)
         # each call clusters up to two rows per thread, and progress is reported if rows are left. One thread
@@ -110,8 +111,8 @@ def test_terminal_shows_the_progress_of_clustering(tiny_model, monkeypatch, caps
     monkeypatch.setattr(progress, "_SOON_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    with opened(tiny_model(**MODEL)) as engine:
-        engine.read(text(900))
+    with start_engine(tiny_model(**MODEL)) as engine:
+        engine.read(random_tokens(900))
         saved = {name: array for name, array in in_memory(engine).items() if not name.startswith(CLUSTERS)}
         with progress.restoring_progress(engine.context.archive):
             engine.restore(saved)
@@ -124,9 +125,13 @@ def test_terminal_shows_the_progress_of_clustering(tiny_model, monkeypatch, caps
 def test_session_opened_at_every_turn_equals_an_uninterrupted_one(tiny_model, tmp_path, limit):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
     rng = np.random.default_rng(1)
-    with opened(path, limit) as engine, opened(path, limit) as other, closing(ArchiveFile(file)) as store:
+    with (
+        start_engine(path, limit) as engine,
+        start_engine(path, limit) as other,
+        closing(ArchiveFile(file)) as store,
+    ):
         for turn in range(24):
-            tokens = text(int(rng.integers(1, 300)), seed=turn)
+            tokens = random_tokens(int(rng.integers(1, 300)), seed=turn)
             for each in (engine, other):
                 each.read(tokens)
                 if turn % 5 == 4 and limit > 1200:
@@ -153,15 +158,15 @@ def test_session_opened_at_every_turn_equals_an_uninterrupted_one(tiny_model, tm
 
 def test_session_without_clusters_gets_them_at_the_next_save(tiny_model, tmp_path):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
-    with opened(path) as engine, opened(path) as other:
+    with start_engine(path) as engine, start_engine(path) as other:
         for each in (engine, other):
-            each.read(text(900))
+            each.read(random_tokens(900))
         with closing(ArchiveFile(file)) as store:
             write(file, engine, store)
         with file.open("rb") as raw:
             meta, arrays = session._load(raw, "it")
         session.write(
-            file, meta, [each for each in arrays.items() if each[0] not in (CLUSTERS, CLUSTER_DIGESTS)]
+            file, meta, [item for item in arrays.items() if item[0] not in (CLUSTERS, CLUSTER_DIGESTS)]
         )
         saved = session.read(file)[1]
         assert not listed(saved, Clusters)
@@ -176,10 +181,10 @@ def test_session_without_clusters_gets_them_at_the_next_save(tiny_model, tmp_pat
 
 def test_next_stream_is_saved_with_its_own_clusters(tiny_model, tmp_path):
     path, file = tiny_model(**MODEL), tmp_path / "talk.kv"
-    with opened(path) as engine, opened(path) as other, closing(ArchiveFile(file)) as store:
+    with start_engine(path) as engine, start_engine(path) as other, closing(ArchiveFile(file)) as store:
         for seed in (1, 2):
             engine.reset()
-            engine.read(text(900, seed=seed))
+            engine.read(random_tokens(900, seed=seed))
             write(file, engine, store)
         other.restore(session.read(file)[1])
         assert_engines_equal(engine, other, seed=3)
@@ -187,32 +192,32 @@ def test_next_stream_is_saved_with_its_own_clusters(tiny_model, tmp_path):
 
 def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
     path = tiny_model(**MODEL)
-    with opened(path, 5000) as engine:
-        engine.read(text(1650))
+    with start_engine(path, 5000) as engine:
+        engine.read(random_tokens(1650))
         saved, computed = in_memory(engine), clusters(engine)
-    with opened(path, 1300) as engine:
+    with start_engine(path, 1300) as engine:
         engine.restore(saved)
-        taken = clusters(engine)
-        first = min(taken)
-        assert {is_far for block, is_far in taken if block > first[0]} == {True, False}
-        assert all(computed[block] == data for block, data in taken.items() if block != first)
-        engine.read(text(100))
+        restored = clusters(engine)
+        first = min(restored)
+        assert {is_far for block, is_far in restored if block > first[0]} == {True, False}
+        assert all(computed[block] == data for block, data in restored.items() if block != first)
+        engine.read(random_tokens(100))
 
 
 @pytest.mark.parametrize(
-    ("at", "value"),
+    ("index", "value"),
     [(0, 7), (0, -256), (1, 10**12), (1, 2**62), (1, 0), (1, 256 * 40), (None, 1)],
 )
-def test_invalid_clusters_and_centers_are_refused(tiny_model, at, value):
+def test_invalid_clusters_and_centers_are_refused(tiny_model, index, value):
     path = tiny_model(**MODEL)
-    with opened(path) as engine:
-        engine.read(text(1650))
+    with start_engine(path) as engine:
+        engine.read(random_tokens(1650))
         saved = in_memory(engine)
         spoiled = saved[CLUSTERS].copy()
-        if at is None:
+        if index is None:
             spoiled = spoiled[:, :4]
         else:
-            spoiled[-1, at] = value
+            spoiled[-1, index] = value
         for wrong in (
             {CLUSTERS: spoiled},
             {CLUSTERS: saved[CLUSTERS].astype(np.float64)},

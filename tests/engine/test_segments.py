@@ -57,10 +57,10 @@ class Archive:
     def clustered(self):
         begin = self.begin // self.n_block * self.n_block if self.is_clustered else self.end
         blocks = range(begin, self.end - self.n_block + 1, self.n_block)
-        return [(at, at + self.n_block <= self.end - 20) for at in blocks]
+        return [(block, block + self.n_block <= self.end - 20) for block in blocks]
 
     def read_clusters(self, begin, end, is_far):
-        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_block))
+        assert all((block, is_far) in self.clustered for block in range(begin, end, self.n_block))
         rng = np.random.default_rng([self.stream, 9, is_far])
         data = rng.integers(0, 256, (200, self.membership_bytes), np.uint8)
         return data[begin // self.n_block : end // self.n_block].reshape(-1)
@@ -94,7 +94,9 @@ def holds(path, archive):
     listed, n = {}, archive.n_block
     for i, (begin, end, is_far, *_) in enumerate(saved.get(CLUSTERS, [])):
         blocks = saved[clusters_name(i)].reshape(-1, archive.membership_bytes)
-        listed |= {(at, bool(is_far)): data for at, data in zip(range(begin, end, n), blocks, strict=True)}
+        listed |= {
+            (block, bool(is_far)): data for block, data in zip(range(begin, end, n), blocks, strict=True)
+        }
     assert all(
         (listed[each] == archive.read_clusters(each[0], each[0] + n, each[1])).all()
         for each in archive.clustered
@@ -166,18 +168,18 @@ def test_another_process_continues_the_archive_file(path):
 
 def test_turn_appends_clusters_of_new_and_newly_far_blocks(path, store, monkeypatch):
     monkeypatch.setattr(Archive, "is_clustered", True)
-    archive, written = Archive(1, 0), set()
+    archive, clusters = Archive(1, 0), set()
     for end in (30, 31, 32, 44, 300):
         archive.end = end
         save(path, archive, store)
         assert holds(path, archive)
-        written |= set(archive.clustered)
-        size = archive_file._N_FIRST + end * N_BYTES + len(written) * archive.membership_bytes
+        clusters |= set(archive.clustered)
+        size = archive_file._N_FIRST + end * N_BYTES + len(clusters) * archive.membership_bytes
         assert archive_path(path).stat().st_size == size
         # data that no block needs any more is not listed
         current = dict(archive.clustered)
         for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
-            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_block))
+            assert any(current.get(block) == bool(is_far) for block in range(begin, end, archive.n_block))
 
 
 @with_clusters
@@ -264,8 +266,8 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     assert holds(aside, first)
     assert holds(path, second)
     # neither chat writes into the file of the other
-    for where, stream, end in ((aside, 1, 120), (path, 2, 140)):
-        turn(where, Archive(stream, end))
+    for folder, stream, end in ((aside, 1, 120), (path, 2, 140)):
+        turn(folder, Archive(stream, end))
     assert holds(path, Archive(2, 140))
     assert holds(aside, Archive(1, 120))
     session.delete(aside)
@@ -367,19 +369,19 @@ def test_damaged_and_truncated_archive_files_are_refused(path):
     save(path, Archive(1, 7))
     save(path, Archive(1, 20).restore(load(path)))
     whole = archive_path(path).read_bytes()
-    for at in range(len(whole)):
+    for offset in range(len(whole)):
         damaged = bytearray(whole)
-        damaged[at] ^= 1
+        damaged[offset] ^= 1
         archive_path(path).write_bytes(damaged)
         # if the first bytes are damaged, the file is not recognized as an archive
-        is_foreign = at < len(archive_file._START)
+        is_foreign = offset < len(archive_file._START)
         words = (
             "is not an archive of kvtool;" if is_foreign else "(is damaged|belongs to another session), and"
         )
         with pytest.raises(SessionError, match=f"talk.kv.archive {words}"):
             load(path)
-        archive_path(path).write_bytes(whole[:at])
-        words = "is not an archive of kvtool;" if at and is_foreign else "is damaged, and"
+        archive_path(path).write_bytes(whole[:offset])
+        words = "is not an archive of kvtool;" if offset and is_foreign else "is damaged, and"
         with pytest.raises(SessionError, match=f"talk.kv.archive {words}"):
             load(path)
     assert session.read_meta(path) == {"n": 20}
@@ -581,7 +583,7 @@ def test_process_killed_at_any_step_leaves_a_complete_session(tmp_path, change, 
         # after the next turn, every file belongs to a session
         turn(path, Archive(saved[0], 80))
         assert holds(path, Archive(saved[0], 80))
-        names = {each.name for each in path.parent.iterdir()} - {"talk.kv.1", "talk.kv.1.archive"}
+        names = {entry.name for entry in path.parent.iterdir()} - {"talk.kv.1", "talk.kv.1.archive"}
         assert names == {"talk.kv", "talk.kv.archive"}
         if not code:
             break

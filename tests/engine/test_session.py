@@ -10,7 +10,7 @@ import pytest
 from kvtool import policies
 from kvtool.chats import session
 from kvtool.errors import PlanError, SessionError
-from tests.engine.running import live, open_engine, text
+from tests.engine.exact_engines import live_positions, open_engine, random_tokens
 
 
 def scores(engine, tokens):
@@ -61,7 +61,7 @@ def test_restored_engine_continues_bit_for_bit(tiny_model, tmp_path, engine, n_r
     name, options, settings = engine
     settings = dict(settings)
     path = tiny_model(arch=settings.pop("arch", "llama"))
-    tokens = text(160)
+    tokens = random_tokens(160)
     budget, evict_every = {"full": (512, None), "corm": (512, 8)}.get(name, (48, 8))
     policy = policies.fit(name, budget, evict_every, options)
     with open_engine(path, policy, **settings) as engine:
@@ -88,16 +88,16 @@ def test_restored_engine_continues_bit_for_bit(tiny_model, tmp_path, engine, n_r
 
 def test_one_flipped_bit_spoils_at_most_two_messages(tmp_path):
     path, roles = tmp_path / "chat", ("user", "assistant")
-    said = [{"role": roles[i % 2], "content": f'Turn {i}: "Jo*\n\u00e9"'} for i in range(6)]
-    session.write(path, {"id": "1", "messages": said, "n": 6}, [("tokens", np.arange(9, dtype=np.int32))])
+    messages = [{"role": roles[i % 2], "content": f'Turn {i}: "Jo*\n\u00e9"'} for i in range(6)]
+    session.write(path, {"id": "1", "messages": messages, "n": 6}, [("tokens", np.arange(9, dtype=np.int32))])
     whole = path.read_bytes()
-    for at in range(len("kvtool session "), whole.index(b"\ntokens ") + 1):
+    for offset in range(len("kvtool session "), whole.index(b"\ntokens ") + 1):
         for bit in range(8):
             damaged = bytearray(whole)
-            damaged[at] ^= 1 << bit
+            damaged[offset] ^= 1 << bit
             path.write_bytes(damaged)
             read = session.readable_messages(path)
-            assert sum(message in read for message in said) >= 4, (at, bit)
+            assert sum(message in read for message in messages) >= 4, (offset, bit)
             assert len(read) <= 6
     path.write_bytes(whole.replace(b"kvtool session", b"another format"))
     assert session.readable_messages(path) == []
@@ -111,14 +111,14 @@ def test_damaged_and_truncated_files_are_refused(tmp_path):
     assert meta == {"messages": ["kept"]}
     np.testing.assert_array_equal(arrays["a"], np.arange(90).reshape(9, 10))
     first_of_rest = whole.index(b"\n", whole.index(b"\n") + 1) + 1
-    for at in range(len(whole)):
+    for offset in range(len(whole)):
         damaged = bytearray(whole)
-        damaged[at] ^= 1
+        damaged[offset] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(SessionError):
             session.read(path)
         # damage after the chat's text leaves the text readable
-        if at >= first_of_rest:
+        if offset >= first_of_rest:
             assert session.read_meta(path) == {"messages": ["kept"]}
     for n in range(len(whole)):
         path.write_bytes(whole[:n])
@@ -136,7 +136,7 @@ def test_refusal_of_another_format_names_its_number(tmp_path):
 
 def test_arrays_that_do_not_fit_leave_the_engine_unchanged(tiny_model):
     path = tiny_model(n_head=4, n_head_kv=2)
-    tokens = text(60)
+    tokens = random_tokens(60)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.read(tokens)
         saved = dict(engine.save())
@@ -160,20 +160,20 @@ def test_arrays_that_do_not_fit_leave_the_engine_unchanged(tiny_model):
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
 def test_invalid_counters_and_positions_are_refused(tiny_model, arch):
-    path, tokens = tiny_model(arch=arch, n_ctx_train=256), text(60)
+    path, tokens = tiny_model(arch=arch, n_ctx_train=256), random_tokens(60)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.read(tokens)
         saved = {name: array.copy() for name, array in engine.save()}
-    wrong = [("engine", at, value) for at in range(9) for value in (-1, 2**40)]
+    wrong = [("engine", index, value) for index in range(9) for value in (-1, 2**40)]
     # n_past, n_restart and n_evicted may be any large number
     wrong = [each for each in wrong if each[1:] not in ((4, 2**40), (8, 2**40), (0, 2**40))]
     wrong += [("pos", (1, 5), 60), ("pos", (1, 5), -1), ("rot", (0, 3), 256), ("rot", (0, 3), -2)]
     wrong += [("live", 1, 5), ("live", 0, 2**20)]
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.read(tokens[:20])
-        for name, at, value in wrong:
+        for name, index, value in wrong:
             array = saved[name].copy()
-            array[at] = value
+            array[index] = value
             with pytest.raises(SessionError, match="does not fit"):
                 engine.restore(saved | {name: array})
             assert engine.n_past == 20
@@ -190,40 +190,40 @@ def test_invalid_counters_and_positions_are_refused(tiny_model, arch):
 
 
 def test_session_with_summed_recent_attention_is_restored(tiny_model):
-    path, tokens = tiny_model(), text(60)
+    path, tokens = tiny_model(), random_tokens(60)
     with open_engine(path, policies.fit("snapkv", 48, 8), over_budget=False) as engine:
         engine.read(tokens[:48])
         saved = {name: array.copy() for name, array in engine.save()}
         engine.read(tokens[48:49])
-        want = live(engine)
+        expected = live_positions(engine)
     saved["recent"] = saved["recent"].sum(axis=0)
     with open_engine(path, policies.fit("snapkv", 48, 8), over_budget=False) as engine:
         engine.restore(saved)
         engine.read(tokens[48:49])
-        assert live(engine) == want
+        assert live_positions(engine) == expected
 
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
     # sessions store the steps of IMPORTANT as f32, counted from the last edit
     with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
-        engine.read(text(101)[:64])
+        engine.read(random_tokens(101)[:64])
         # a plan precedes these 37 tokens, and the next plan would come after 40
-        engine.read(text(101)[64:])
+        engine.read(random_tokens(101)[64:])
         n_cleared = engine.signals.since
         assert 0 < n_cleared < 101
         saved = {name: array.copy() for name, array in engine.save()}
         assert saved["important"].dtype == np.float32
         assert saved["important"].max() == 101 - n_cleared
-        seen = engine.signals.read()["important"]
-        assert len(np.unique(seen)) > 3
-        np.testing.assert_array_equal(saved["important"], np.where(seen, seen - n_cleared, 0))
+        important = engine.signals.read()["important"]
+        assert len(np.unique(important)) > 3
+        np.testing.assert_array_equal(saved["important"], np.where(important, important - n_cleared, 0))
         engine.reset()
         engine.restore(saved)
-        np.testing.assert_array_equal(engine.signals.read()["important"], seen)
+        np.testing.assert_array_equal(engine.signals.read()["important"], important)
 
 
 def test_session_saved_over_the_budget_is_restored(tiny_model):
-    path, tokens = tiny_model(), text(90)
+    path, tokens = tiny_model(), random_tokens(90)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.cache.check = lambda view, plan: (_ for _ in ()).throw(PlanError("not today"))
         with pytest.raises(PlanError):
@@ -231,7 +231,7 @@ def test_session_saved_over_the_budget_is_restored(tiny_model):
         assert engine.n_kv == 60
         saved = {name: array.copy() for name, array in engine.save()}
         del engine.cache.check
-        want = scores(engine, tokens[60:])
+        expected = scores(engine, tokens[60:])
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
         engine.restore(saved)
-        np.testing.assert_array_equal(scores(engine, tokens[60:]), want)
+        np.testing.assert_array_equal(scores(engine, tokens[60:]), expected)

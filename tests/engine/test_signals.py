@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.engine import sizes
 from kvtool.policy import Plan, Policy, Signal
-from tests.engine.running import TOLERANCE, future_of, open_engine, text
+from tests.engine.exact_engines import TOLERANCE, future_of, open_engine, random_tokens
 from tests.reference import models, transformer
 
 # largest accepted share of cells with wrong hits: rounding may move attention across the threshold 1 / t
@@ -60,7 +60,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
     """
     model = models.load(path)
     stream = transformer.Stream(model, positions="in-cache", t=policy.t, future=future_of(policy))
-    tokens, at, since, want = text(sum(sizes)), 0, 0, []
+    tokens, begin, since, expected = random_tokens(sum(sizes)), 0, 0, []
     with open_engine(path, policy, positions="in-cache", over_budget=False, **settings) as engine:
         for size in sizes:
             n_view = len(policy.views)
@@ -75,21 +75,21 @@ def run(path, policy, sizes, *, restores=False, **settings):
                     for each in stream.records(layer, layer_rows)
                 ]
                 now = [[token | {"seen": list(token["seen"])} for token in row] for row in records]
-                want.append((now, since, stream.next))
+                expected.append((now, since, stream.next))
                 since = stream.next
                 for row, pos, live in zip(rows, engine.rows.pos, engine.rows.live, strict=True):
                     row.keep(sorted(pos[:live].tolist()))
                 stream._close_gaps(stream.counter)
-            part = tokens[at : at + n]
+            part = tokens[begin : begin + n]
             engine.step(part)
             stream.decode(part)
-            at += n
+            begin += n
             if restores:
                 saved = {name: array.copy() for name, array in engine.save()}
                 engine.reset()
                 engine.read(tokens[:5])
                 engine.restore(saved)
-    return want
+    return expected
 
 
 def placed(view, rows):
@@ -119,8 +119,8 @@ SIZES = [30, 18, 3, 9, 1, 3, 16, 5, 2, 9, 1, 1, 1, 1, 12, 16, 16]
 @pytest.mark.parametrize("group", REDUCE)
 def test_signals_match_the_definition(tiny_model, group, n_head_kv, restores, flash, tolerance, edge):
     policy = Recorder(48, 16, group)
-    want = run(tiny_model(n_head_kv=n_head_kv), policy, SIZES, restores=restores, flash=flash)
-    for view, (rows, since, end) in zip(policy.views, want, strict=True):
+    steps = run(tiny_model(n_head_kv=n_head_kv), policy, SIZES, restores=restores, flash=flash)
+    for view, (rows, since, end) in zip(policy.views, steps, strict=True):
         expected = {
             name: np.zeros(view.pos.shape)
             for name in ("attn", "last", "squares", "hits", "important", "highest")
@@ -150,8 +150,8 @@ def test_recent_attention_covers_exactly_the_last_queries(tiny_model, size, n_qu
     # between two plans there are fewer than 90 queries, so some came before the last plan. With small
     # batches, some came even before the second last plan
     policy = Recorder(104, 64 if size == 64 else 32, group, n_query)
-    want = run(tiny_model(), policy, [size] * (280 // size))
-    for view, (rows, _, end) in zip(policy.views, want, strict=True):
+    steps = run(tiny_model(), policy, [size] * (280 // size))
+    for view, (rows, _, end) in zip(policy.views, steps, strict=True):
         assert view.next == end
         expected = np.zeros(view.pos.shape)
         for number, cell, token in placed(view, rows):
@@ -188,26 +188,26 @@ def test_keys_are_those_of_new_cells_before_rope(tiny_model, flash):
             assert [token["pos"] for token in row if token["pos"] >= since] == view.pos[
                 number, -n_new:
             ].tolist()
-            got = view.keys[number]
+            actual = view.keys[number]
             # the reference orders a key's elements differently, so products of keys are compared
             tolerance = TOLERANCE if flash == "off" else 0.2
-            np.testing.assert_allclose(got @ got.T, new @ new.T, atol=tolerance, rtol=tolerance)
+            np.testing.assert_allclose(actual @ actual.T, new @ new.T, atol=tolerance, rtol=tolerance)
 
 
 FUTURE = Signal.FUTURE | Signal.VALUE_NORMS
 
 
-def check_future(views, want):
-    assert len(views) == len(want) > 2
-    for view, (rows, _, _) in zip(views, want, strict=True):
+def check_future(views, expected):
+    assert len(views) == len(expected) > 2
+    for view, (rows, _, _) in zip(views, expected, strict=True):
         for number, row in enumerate(rows):
             cells = np.argsort(view.pos[number])
             future = np.array([token["future"] for token in row])
             n_head = future.shape[1]
             assert view.n_head[number] == n_head
             assert not view.future_mean[number, n_head:].any()
-            got = np.stack((view.future_mean, view.future_variance), axis=-1)[number][:n_head, cells]
-            np.testing.assert_allclose(got.swapaxes(0, 1), future, atol=TOLERANCE, rtol=TOLERANCE)
+            actual = np.stack((view.future_mean, view.future_variance), axis=-1)[number][:n_head, cells]
+            np.testing.assert_allclose(actual.swapaxes(0, 1), future, atol=TOLERANCE, rtol=TOLERANCE)
             norms = [token["value_norm"] for token in row]
             np.testing.assert_allclose(view.value_norms[number, cells], norms, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -239,8 +239,8 @@ def test_future_logits_nearly_match_the_definition_with_8_bit_keys(tiny_model):
         for number, row in enumerate(rows):
             order = np.argsort(view.pos[number])
             future = np.array([token["future"] for token in row])
-            got = view.future_mean[number][:, order].T
-            assert np.abs(got - future[..., 0]).max() < 0.1 * np.abs(future[..., 0]).max()
+            actual = view.future_mean[number][:, order].T
+            assert np.abs(actual - future[..., 0]).max() < 0.1 * np.abs(future[..., 0]).max()
             norms = np.array([token["value_norm"] for token in row])
             np.testing.assert_allclose(view.value_norms[number, order], norms, rtol=0.05)
 

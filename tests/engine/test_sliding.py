@@ -8,7 +8,14 @@ import pytest
 from kvtool import policies
 from kvtool.measure import perplexity
 from kvtool.models.catalogue import registry
-from tests.engine.running import N_UNTIED, ON_CUDA, open_engine, plain_logits, stepped_logits, text
+from tests.engine.exact_engines import (
+    N_UNTIED,
+    ON_CUDA,
+    open_engine,
+    plain_logits,
+    random_tokens,
+    stepped_logits,
+)
 from tests.engine.test_exactness import score_errors
 from tests.reference import transformer
 
@@ -27,20 +34,20 @@ def gemma3(tiny_model):
     return lambda **shape: tiny_model(arch="gemma3", window=WINDOW, **shape)
 
 
-def assert_scored_alike(off, name):
-    """Assert that `off`, the result of score_errors, is within TOLERANCE."""
+def assert_scored_alike(errors, name):
+    """Assert that `errors`, the result of score_errors, is within TOLERANCE."""
     if ON_CUDA and name == "tova":
-        off = off[:N_UNTIED]
-    assert off.max() < TOLERANCE or (name in TIED and np.median(off) < TOLERANCE / 2)
+        errors = errors[:N_UNTIED]
+    assert errors.max() < TOLERANCE or (name in TIED and np.median(errors) < TOLERANCE / 2)
 
 
 def test_text_without_evictions_scores_like_the_definition(gemma3):
-    path, tokens = gemma3(), text(200)
-    want = transformer.run(transformer.Llama(path), tokens)
+    path, tokens = gemma3(), random_tokens(200)
+    expected = transformer.run(transformer.Llama(path), tokens)
     with open_engine(path, policies.fit("full", 256)) as engine:
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.context.row_layers.tolist() == [1, 1, 3, 3]
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert np.abs(actual - expected.nll).max() < TOLERANCE
 
 
 @pytest.mark.share(2, "positions", "evict_every")
@@ -50,41 +57,43 @@ def test_text_without_evictions_scores_like_the_definition(gemma3):
 def test_evictions_score_like_the_definition(gemma3, name, positions, evict_every):
     # at position 130, gaps are closed, which also rotates the keys of the sliding layers
     path = gemma3(n_ctx_train=130)
-    tokens = text(120 if positions == "original" else 400)
-    how = {"positions": positions, "restarts": positions != "original"}
-    assert_scored_alike(score_errors(path, tokens, policies.fit(name, 48, evict_every), name, **how), name)
+    tokens = random_tokens(120 if positions == "original" else 400)
+    options = {"positions": positions, "restarts": positions != "original"}
+    assert_scored_alike(
+        score_errors(path, tokens, policies.fit(name, 48, evict_every), name, **options), name
+    )
 
 
 @pytest.mark.parametrize("positions", ["original", "auto"])
 def test_window_longer_than_the_budget_scores_like_the_definition(tiny_model, positions):
     path = tiny_model(arch="gemma3", window=80, n_ctx_train=200)
-    tokens = text(190 if positions == "original" else 500)
+    tokens = random_tokens(190 if positions == "original" else 500)
     policy = policies.fit("h2o", 32, 16)
     assert score_errors(path, tokens, policy, "h2o", positions=positions).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "q8_0"])
 def test_rotation_of_keys_in_other_types_adds_little_error(tiny_model, type_k):
-    path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), text(300)
-    policy, how = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
-    off = score_errors(path, tokens, policy, "streamingllm", **how, type_k=type_k)
+    path, tokens = tiny_model(arch="gemma3", window=WINDOW, head_dim=64, n_ctx_train=130), random_tokens(300)
+    policy, options = policies.fit("streamingllm", 48, 16), {"positions": "auto", "restarts": True}
+    errors = score_errors(path, tokens, policy, "streamingllm", **options, type_k=type_k)
     # Stored keys are rounded to type_k. When gaps are closed (after 130 tokens), keys are rotated and rounded
     # again, which may increase the error only a little
-    assert np.median(off[130:]) < 3 * np.median(off[:130])
+    assert np.median(errors[130:]) < 3 * np.median(errors[:130])
 
 
 @pytest.mark.parametrize("name", ["full", "h2o"])
 def test_logits_without_evictions_equal_llama_cpp_bit_for_bit(gemma3, name):
-    path, tokens = gemma3(), text(200)
+    path, tokens = gemma3(), random_tokens(200)
     batches = np.split(tokens, range(16, len(tokens), 16))
-    want = plain_logits(path, 256, batches, n_batch=16)
+    expected = plain_logits(path, 256, batches, n_batch=16)
     with open_engine(path, policies.fit(name, 256, 16)) as engine:
-        got = stepped_logits(engine, batches)
+        actual = stepped_logits(engine, batches)
     if transformer.half_precision and name != "full":
         # to compute signals, a device uses other kernels, which round differently
-        assert np.abs(got - want).max() < TOLERANCE
+        assert np.abs(actual - expected).max() < TOLERANCE
     else:
-        assert got.tobytes() == want.tobytes()
+        assert actual.tobytes() == expected.tobytes()
 
 
 def test_the_real_gemma_gives_the_logits_of_llama_cpp():
@@ -92,17 +101,17 @@ def test_the_real_gemma_gives_the_logits_of_llama_cpp():
         pytest.skip("gemma3-270m is not downloaded")
     batches = np.random.default_rng(0).integers(1000, 200000, (2, 16)).astype(np.int32)
     with open_engine(gemma.path, policies.fit("full", 256), n_batch=16, n_output=16) as engine:
-        got = stepped_logits(engine, batches)
+        actual = stepped_logits(engine, batches)
         layers = engine.model.layers
         assert engine.context.n_row == layers.n_row == 3
         sliding = layers.swa_bytes(16, "f32", "f32")
         assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + sliding
-    assert got.tobytes() == plain_logits(gemma.path, 256, batches, n_batch=16).tobytes()
+    assert actual.tobytes() == plain_logits(gemma.path, 256, batches, n_batch=16).tobytes()
 
 
 @pytest.mark.parametrize("n_batch", [64, 256])
 def test_cache_bytes_are_those_of_full_and_sliding_layers(tiny_model, n_batch):
-    path, how = tiny_model(arch="gemma3", window=300), {"n_batch": n_batch, "n_output": 1}
-    with open_engine(path, policies.fit("streamingllm", 200, 16), over_budget=False, **how) as engine:
+    path, options = tiny_model(arch="gemma3", window=300), {"n_batch": n_batch, "n_output": 1}
+    with open_engine(path, policies.fit("streamingllm", 200, 16), over_budget=False, **options) as engine:
         layers, kinds = engine.model.layers, ("f32", "f32")
         assert engine.cache_bytes == 256 * layers.cell_bytes(*kinds) + layers.swa_bytes(n_batch, *kinds)

@@ -23,7 +23,7 @@ from kvtool.llama.libllama.log import set_verbose
 from kvtool.llama.libllama.workers import _SPARE_BYTES, add_rpc
 from lab.benchmarks import wire
 from tests.engine import rpc_server
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 from tests.engine.test_rpc import POLICIES
 from tests.engine.test_worker import working
 
@@ -62,7 +62,7 @@ def run(path, name, flash, kind, n_gpu_layers, meter=None):
     """
     positions = "original" if name == "recall" else "in-cache"
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "n_batch": 16, "positions": positions}
-    tokens = text(N_READ + N_BEFORE + N_COUNTED)
+    tokens = random_tokens(N_READ + N_BEFORE + N_COUNTED)
     logits, before = [], (0, 0)
 
     def counted():
@@ -83,7 +83,7 @@ def run(path, name, flash, kind, n_gpu_layers, meter=None):
 
 def two_at_once(path):
     """Return True if a context continues unchanged while another one on the same worker opens and closes."""
-    tokens = text(40)
+    tokens = random_tokens(40)
     logits = []
     for other in (False, True):
         with open_engine(path, POLICIES["h2o"], 99) as engine:
@@ -137,12 +137,12 @@ each_run = pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(map
 @each_run
 def test_edits_on_a_spare_score_like_local_edits(remote, path, number):
     name, flash, kind, _ = RUNS[number]
-    here, *_ = run(path, name, flash, kind, 0)
-    off = np.abs(np.array(remote[0]["results"][number][0]) - np.array(here)).max(axis=1)
-    assert len(off) == N_BEFORE + N_COUNTED
+    local, *_ = run(path, name, flash, kind, 0)
+    errors = np.abs(np.array(remote[0]["results"][number][0]) - np.array(local)).max(axis=1)
+    assert len(errors) == N_BEFORE + N_COUNTED
     # values in half precision or 8 bits sometimes differ because of rounding
-    assert np.median(off) < 1e-4
-    assert off.max() < (0.1 if kind == "q8_0" else 1e-2)
+    assert np.median(errors) < 1e-4
+    assert errors.max() < (0.1 if kind == "q8_0" else 1e-2)
 
 
 @pytest.mark.parametrize("number", [i for i, run in enumerate(RUNS) if run[0] == "h2o"])

@@ -17,18 +17,18 @@ from kvtool.models.download import sha256
 from kvtool.models.header import read, read_file
 from kvtool.models.resolve import resolve
 from kvtool.models.split import part_names
-from tests.cli.called import called, one_line
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import kvtool
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, chat_model):
+def split_paths(tmp_path_factory, chat_model):
     return tiny.split(chat_model, tmp_path_factory.mktemp("made") / "chat-F32", 3)
 
 
 @pytest.fixture
-def parts(tmp_path, made):
-    return [shutil.copy(path, tmp_path / path.name) for path in made]
+def parts(tmp_path, split_paths):
+    return [shutil.copy(path, tmp_path / path.name) for path in split_paths]
 
 
 def generate(model):
@@ -75,10 +75,10 @@ def test_any_part_resolves_to_the_first_part(parts):
 
 def test_the_hash_covers_all_parts(parts):
     data = b"".join(path.read_bytes() for path in parts)
-    seen = []
-    digest = sha256(parts[0], lambda done, total: seen.append((done, total)))
+    progress = []
+    digest = sha256(parts[0], lambda done, total: progress.append((done, total)))
     assert digest == hashlib.sha256(data).hexdigest()
-    assert seen[-1] == (len(data), len(data))
+    assert progress[-1] == (len(data), len(data))
     parts[2].write_bytes(parts[2].read_bytes()[:-1] + b"!")
     assert sha256(parts[0]) != digest
 
@@ -87,13 +87,13 @@ def change(path, name, value):
     """Overwrite the low two bytes of the number that follows `name` in the header."""
     with path.open("r+b") as file:
         data = file.read()
-        at = data.index(name.encode()) + len(name) + 4
-        file.seek(at)
+        offset = data.index(name.encode()) + len(name) + 4
+        file.seek(offset)
         file.write(value.to_bytes(2, "little"))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
         (
             lambda first, second, third: second.unlink(),
@@ -125,12 +125,12 @@ def change(path, name, value):
         ),
     ],
 )
-def test_inconsistent_parts_are_refused_with_one_line(parts, spoil, says):
+def test_inconsistent_parts_are_refused_with_one_line(parts, spoil, message):
     spoil(*parts)
     path = parts[0] if parts[0].exists() else parts[0].with_name("chat.gguf")
     with pytest.raises(ModelError) as error:
         read(path)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -154,11 +154,11 @@ def test_single_file_may_have_the_name_of_a_part(tmp_path, chat_model):
 
 
 def test_models_show_says_how_many_files(parts):
-    result = called("models", "show", parts[1])
+    result = run_kvtool("models", "show", parts[1])
     assert " in 3 files" in result.stdout
     assert result.stderr.endswith(": reading the first part, chat-F32-00001-of-00003.gguf\n")
-    shown = called("models", "show", parts[0], "--json")
-    assert (json.loads(shown.stdout)["parts"], shown.stderr) == (3, "")
+    done = run_kvtool("models", "show", parts[0], "--json")
+    assert (json.loads(done.stdout)["parts"], done.stderr) == (3, "")
 
 
 # texts and chats of a model in parts
@@ -173,7 +173,7 @@ def test_split_model_generates_the_text_of_the_single_file(parts, chat_model):
 
 def test_a_missing_part_ends_with_one_line(parts):
     parts[1].unlink()
-    one_line(generate(parts[0]), 3, "is missing")
+    assert_one_line(generate(parts[0]), 3, "is missing")
 
 
 def test_chat_with_a_downloaded_model_continues_offline(parts, tmp_path):
@@ -192,11 +192,11 @@ def test_chat_with_a_downloaded_model_continues_offline(parts, tmp_path):
             "downloading o/r:f32\no/r:f32: chat-F32-00001-of-00003.gguf\n",
         )
         assert len([path for _, path, *_ in site.requests if path.startswith("/store/")]) == 3
-    again = chat()
-    assert (again.returncode, again.stderr) == (0, "")
+    resumed = chat()
+    assert (resumed.returncode, resumed.stderr) == (0, "")
     # if the last part has changed, the model is no longer the one of the session, so the session is refused
     last = next((tmp_path / "hf").rglob("*-00003-of-00003.gguf"))
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
     last.write_bytes(data)
-    one_line(chat(), 9, "SHA-256")
+    assert_one_line(chat(), 9, "SHA-256")

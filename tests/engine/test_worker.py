@@ -19,11 +19,11 @@ from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama.libllama import endpoints
 from lab.benchmarks.servers import reserved_port
-from tests import forked, tiny
-from tests.cli.called import CUT, KEEPS, called, one_line
+from tests import fork_server, tiny
+from tests.blocking_policy import TIMEOUT_S, until
+from tests.cli.in_process_command import CUT_LINE, RECALL_LINE, assert_one_line, run_kvtool
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
 from tests.engine.rpc_server import skip_without_rpc
-from tests.held import PATIENCE_S, until
 
 EXACT = ["--temp", "0", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
 TURNS = ["line one of the chat, and some more words", "line two, with other ones"]
@@ -40,7 +40,7 @@ def answering(answer):
     If `answer` is None, the server closes the connection instead.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken = []
+        connections = []
 
         def take():
             connection = listener.accept()[0]
@@ -50,13 +50,13 @@ def answering(answer):
                 connection.close()
             else:
                 connection.sendall(answer)
-                taken.append(connection)
+                connections.append(connection)
 
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(PATIENCE_S)
-        for connection in taken:
+        thread.join(TIMEOUT_S)
+        for connection in connections:
             connection.close()
 
 
@@ -82,7 +82,7 @@ def test_worker_with_the_same_protocol_is_accepted():
 )
 def test_servers_that_are_no_usable_worker_are_refused(answer, words, monkeypatch):
     # only the tests of silent workers have a short time limit. Other workers may be slow to answer
-    monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
+    monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else TIMEOUT_S)
     with answering(answer) as endpoint:
         with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
             pass
@@ -141,16 +141,16 @@ def test_duplicate_and_unknown_hosts_are_refused_before_connecting(named, words)
     ],
 )
 def test_invalid_rpc_options_are_refused(arguments, words):
-    one_line(called(*arguments), 2, words)
+    assert_one_line(run_kvtool(*arguments), 2, words)
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "perplexity", "compare", "eval", "inspect"])
 def test_every_command_that_runs_a_model_takes_workers(command):
-    assert "--rpc HOST:PORT,..." in called(command, "--help").stdout
+    assert "--rpc HOST:PORT,..." in run_kvtool(command, "--help").stdout
 
 
 def test_worker_help_warns_that_there_is_no_authentication():
-    help_text = called("worker", "--help").stdout
+    help_text = run_kvtool("worker", "--help").stdout
     assert "no authentication" in " ".join(help_text.split())
 
 
@@ -158,34 +158,37 @@ def test_worker_help_warns_that_there_is_no_authentication():
 
 
 class Worker:
-    """A running `kvtool worker`. The attribute `said` has the lines that it printed on stderr so far."""
+    """A running `kvtool worker`.
+
+    stderr_lines: the lines that it has printed on stderr so far.
+    """
 
     def __init__(self, port, *options, host="127.0.0.1"):
         self.port = port
         self.endpoint = f"127.0.0.1:{self.port}"
-        self.said = []
+        self.stderr_lines = []
         command = [*KVTOOL, "worker", "--host", host, "--port", str(self.port), "-t", "1", *options]
         pipe = subprocess.PIPE
-        self.process = forked.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        self.process = fork_server.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self):
         with self.process.stderr as lines:
-            self.said.extend(line.rstrip("\n") for line in lines)
+            self.stderr_lines.extend(line.rstrip("\n") for line in lines)
 
     def serves(self):
-        until(lambda: any("serving" in line for line in self.said) or self.process.poll() is not None)
-        assert self.process.poll() is None, self.said
+        until(lambda: any("serving" in line for line in self.stderr_lines) or self.process.poll() is not None)
+        assert self.process.poll() is None, self.stderr_lines
         return self
 
     def end(self, number=signal.SIGTERM):
         """Send a signal; return (exit code, stdout, stderr)."""
         self.process.send_signal(number)
-        code = self.process.wait(PATIENCE_S)
-        self._thread.join(PATIENCE_S)
+        code = self.process.wait(TIMEOUT_S)
+        self._thread.join(TIMEOUT_S)
         with self.process.stdout as out:
-            return code, out.read(), "\n".join(self.said)
+            return code, out.read(), "\n".join(self.stderr_lines)
 
 
 @contextmanager
@@ -226,7 +229,7 @@ def rpc_of(workers):
 
 
 def test_worker_prints_its_device_and_address(workers):
-    (line,) = workers[0].said
+    (line,) = workers[0].stderr_lines
     assert re.fullmatch(
         rf"kvtool: serving CPU \(.+, 64\.0 MiB\) on {workers[0].endpoint}, .* Ctrl-C ends it", line
     )
@@ -234,14 +237,14 @@ def test_worker_prints_its_device_and_address(workers):
 
 def test_worker_speaks_the_protocol_of_the_library(workers):
     host, port = workers[0].endpoint.split(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         assert endpoints._greet(connection) == endpoints.PROTOCOL
 
 
 def test_worker_reports_the_memory_set_by_mem(workers):
     get_device_memory = 11
     host, port = workers[0].endpoint.split(":")
-    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         endpoints._greet(connection)
         connection.sendall(struct.pack("<BQI", get_device_memory, 4, 0))
         size, free, total = struct.unpack("<QQQ", endpoints._receive(connection, 24))
@@ -251,7 +254,7 @@ def test_worker_reports_the_memory_set_by_mem(workers):
 def test_busy_worker_is_reported_after_the_time_limit(workers, monkeypatch):
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.5)
     named = [workers[0].endpoint]
-    with socket.create_connection(named[0].split(":"), timeout=PATIENCE_S) as connection:
+    with socket.create_connection(named[0].split(":"), timeout=TIMEOUT_S) as connection:
         endpoints._greet(connection)
         with pytest.raises(LibraryError, match="may be serving another"), endpoints.reached(named):
             pass
@@ -275,7 +278,7 @@ def test_used_port_is_refused_with_one_line(workers):
     ],
 )
 def test_invalid_worker_options_are_refused_with_one_line(options, words):
-    one_line(called("worker", *options), 2, words)
+    assert_one_line(run_kvtool("worker", *options), 2, words)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
@@ -297,7 +300,7 @@ def chat(model, path, turns, policy, *options):
     return kvtool(*command, *options, stdin="".join(f"{turn}\n" for turn in turns))
 
 
-def kept(path):
+def session_parts(path):
     """Return the parts of a session that must be equal in two sessions of the same chat."""
     meta, _ = session.read(path)
     return {name: meta[name] for name in ("n_turn", "n_past", "cells", "messages")}
@@ -307,15 +310,15 @@ def kept(path):
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
 def test_killed_worker_loses_only_the_current_reply(workers, model, tmp_path, policy):
     long = ["-n", "200"]
-    here, there = tmp_path / "here.kvs", tmp_path / "there.kvs"
-    whole = chat(model, here, TURNS, policy, *long)
+    local, remote = tmp_path / "here.kvs", tmp_path / "there.kvs"
+    whole = chat(model, local, TURNS, policy, *long)
     assert whole.returncode == 0
-    start = KEEPS if policy == "recall" else ""
+    start = RECALL_LINE if policy == "recall" else ""
     assert re.fullmatch(start, whole.stderr)
 
-    command = [*KVTOOL, "chat", "-m", model, "--session", there, "--policy", policy, "--budget", "96"]
+    command = [*KVTOOL, "chat", "-m", model, "--session", remote, "--policy", policy, "--budget", "96"]
     pipe = subprocess.PIPE
-    process = forked.Popen(
+    process = fork_server.Popen(
         [*command, *EXACT, *long, *rpc_of(workers)], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe
     )
     out = []
@@ -325,32 +328,32 @@ def test_killed_worker_loses_only_the_current_reply(workers, model, tmp_path, po
         process.stdin.write(TURNS[0].encode() + b"\n")
         process.stdin.flush()
         # the session is saved before the end of the turn is printed
-        until(lambda: (there.exists() and there.stat().st_size) or process.poll() is not None)
+        until(lambda: (remote.exists() and remote.stat().st_size) or process.poll() is not None)
         before = len(b"".join(out))
         process.stdin.write(TURNS[1].encode() + b"\n")
         process.stdin.flush()
         until(lambda: len(b"".join(out)) > before + 8 or process.poll() is not None)
         workers[1].end(signal.SIGKILL)
         stderr = process.stderr.read().decode()
-        assert process.wait(PATIENCE_S) == 4, stderr
+        assert process.wait(TIMEOUT_S) == 4, stderr
         reader.join()
-    (line,) = re.sub(f"{start}{CUT}", "", stderr).strip().split("\n")
+    (line,) = re.sub(f"{start}{CUT_LINE}", "", stderr).strip().split("\n")
     names = f"{workers[0].endpoint}, {workers[1].endpoint}"
     assert line.startswith(f"kvtool: one of {names} does not answer; restart it, then repeat this command")
-    assert kept(there)["n_turn"] == 1
+    assert session_parts(remote)["n_turn"] == 1
 
-    gone = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers))
-    assert gone.returncode == 4
-    assert f"no worker answers at {workers[1].endpoint}; start one there" in gone.stderr
+    done = chat(model, remote, TURNS[1:], policy, *long, *rpc_of(workers))
+    assert done.returncode == 4
+    assert f"no worker answers at {workers[1].endpoint}; start one there" in done.stderr
 
     workers[1] = Worker(workers[1].port, "--mem", "64MiB").serves()
-    again = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert kept(there) == kept(here)
-    assert kept(here)["n_past"] > 400
+    resumed = chat(model, remote, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert session_parts(remote) == session_parts(local)
+    assert session_parts(local)["n_past"] > 400
     # both workers hold keys and values
     both = {f"RPC0[{worker.endpoint}]" for worker in workers}
-    assert set(re.findall(r"(RPC\S+) KV buffer size", again.stderr)) == both
+    assert set(re.findall(r"(RPC\S+) KV buffer size", resumed.stderr)) == both
 
 
 def test_compare_over_two_workers_gives_the_local_results(workers, model, tmp_path):
@@ -363,7 +366,7 @@ def test_compare_over_two_workers_gives_the_local_results(workers, model, tmp_pa
         assert done.returncode == 0, done.stderr
         assert (f"RPC0[{workers[1].endpoint}] KV buffer" in done.stderr) == bool(more)
         results.append([json.loads(line) for line in done.stdout.splitlines()])
-    for here, there in zip(*results, strict=True):
-        assert (here["rpc"], there["rpc"]) == ([], [worker.endpoint for worker in workers])
-        assert there["nll"] == pytest.approx(here["nll"], abs=1e-4)
-        assert there["kl"] == pytest.approx(here["kl"], abs=1e-4)
+    for local, remote in zip(*results, strict=True):
+        assert (local["rpc"], remote["rpc"]) == ([], [worker.endpoint for worker in workers])
+        assert remote["nll"] == pytest.approx(local["nll"], abs=1e-4)
+        assert remote["kl"] == pytest.approx(local["kl"], abs=1e-4)

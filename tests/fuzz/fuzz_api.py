@@ -75,7 +75,7 @@ class Fuzz:
     def forget(self):
         self.live = np.zeros(N_ROW, np.int64)
         self.n_used, self.next, self.any_pos = 0, 0, True
-        self.n_asked = 0
+        self.n_queries = 0
         self.watches = True
 
     @property
@@ -97,9 +97,9 @@ class Fuzz:
         An invalid call must be refused with a reason.
         """
         self.counts[name, "done" if ok else "refused"] += 1
-        why = error_text()
-        assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {why}"
-        assert ok or why, f"{name}: refused without a reason"
+        reason = error_text()
+        assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {reason}"
+        assert ok or reason, f"{name}: refused without a reason"
 
     def call(self):
         calls = [self.apply] * 10 + [self.decode] * 6
@@ -158,7 +158,11 @@ class Fuzz:
             self.n_future = params.n_future
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
-            self.n_recall, self.n_synthetic, self.n_exact = params.n_recall, params.n_synthetic, params.n_exact
+            self.n_recall, self.n_synthetic, self.n_exact = (
+                params.n_recall,
+                params.n_synthetic,
+                params.n_exact,
+            )
             self.n_traced = 0 if self.n_synthetic else self.n_recall
             self.forget_archive()
             for _ in range(self.one_of(0, 4)):
@@ -205,22 +209,22 @@ class Fuzz:
         if not self.ragged:
             most = [self.n_used + self.n_recall] * N_LAYER
         if self.ragged:
-            wanted = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
+            n_cells = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
         else:
             # multiples of 256, because llama.cpp pads attention to such sizes
-            wanted = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
+            n_cells = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
         n_layer = N_LAYER if self.maybe(0.9) else self.one_of(0, 1, -1, 3)
         if self.maybe(0.3):
-            wanted[self.rng.integers(N_LAYER)] = self.one_of(*BAD[:3], 0, most[0] - 1, most[1] + 7)
+            n_cells[self.rng.integers(N_LAYER)] = self.one_of(*BAD[:3], 0, most[0] - 1, most[1] + 7)
         least = self.n_recall + 1
-        ok = n_layer == N_LAYER and all(n >= max(m, least) for n, m in zip(wanted, most, strict=True))
-        ok = ok and (self.ragged or wanted[0] == wanted[1]) and max(wanted) < 10_000
-        n_cell = np.array(wanted + [1], np.int32)
+        ok = n_layer == N_LAYER and all(n >= max(m, least) for n, m in zip(n_cells, most, strict=True))
+        ok = ok and (self.ragged or n_cells[0] == n_cells[1]) and max(n_cells) < 10_000
+        n_cell = np.array(n_cells + [1], np.int32)
         status = lib.llama_kvtool_resize(self.pointer, n_cell.ctypes.data, n_layer)
         self.expect("resize", status, ok)
         if ok:
-            self.cells = wanted
-            self.n_table = self.n_table if self.ragged else wanted[0]
+            self.cells = n_cells
+            self.n_table = self.n_table if self.ragged else n_cells[0]
 
     def some_signal(self):
         """Return (signal, n_row, n_cell, True if the library must accept a read with these arguments)."""
@@ -295,7 +299,7 @@ class Fuzz:
         n_last = self.one_of(1, 1, 2, 0, -1, self.n_query, self.n_query + 1 if self.n_query < LARGEST else -2)
         pos = self.one_of(self.next, self.next, 0, LARGEST, -1)
         ok = n_row == N_ROW and 0 < n_cell <= most and n_head >= N_GROUP and bool(self.n_future)
-        ok = ok and 0 < n_last <= min(self.n_query, self.n_asked) and pos >= 0
+        ok = ok and 0 < n_last <= min(self.n_query, self.n_queries) and pos >= 0
         mean, variance = (np.empty((N_ROW, max(n_head, 0), max(n_cell, 0)), np.float32) for _ in range(2))
         pointers = mean.ctypes.data, variance.ctypes.data
         shape = n_row, n_head, n_cell
@@ -311,14 +315,14 @@ class Fuzz:
             return
         assert n == N_LAYER * N_HEAD_KV * N_GROUP * N_DIM
         values, pos = np.empty((self.n_query, n), np.float32), np.empty(self.n_query, np.int32)
-        where = values.ctypes.data, pos.ctypes.data
-        check(lib.llama_kvtool_get_queries(self.pointer, *where))
-        assert (pos >= 0).sum() == min(self.n_asked, self.n_query)
-        check(lib.llama_kvtool_set_queries(self.pointer, *where))
-        again, again_pos = np.empty_like(values), np.empty_like(pos)
-        check(lib.llama_kvtool_get_queries(self.pointer, again.ctypes.data, again_pos.ctypes.data))
-        np.testing.assert_array_equal(again, values)
-        np.testing.assert_array_equal(again_pos, pos)
+        pointers = values.ctypes.data, pos.ctypes.data
+        check(lib.llama_kvtool_get_queries(self.pointer, *pointers))
+        assert (pos >= 0).sum() == min(self.n_queries, self.n_query)
+        check(lib.llama_kvtool_set_queries(self.pointer, *pointers))
+        second_values, second_pos = np.empty_like(values), np.empty_like(pos)
+        check(lib.llama_kvtool_get_queries(self.pointer, second_values.ctypes.data, second_pos.ctypes.data))
+        np.testing.assert_array_equal(second_values, values)
+        np.testing.assert_array_equal(second_pos, pos)
 
     def value_norms(self):
         most = max(self.cells)
@@ -349,16 +353,16 @@ class Fuzz:
             return
         try:
             self.context.decode(tokens, pos, int(self.rng.integers(0, 2)))
-            why = ""
+            reason = ""
         except LibraryError as error:
-            why = str(error)
-        where = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {why}"
-        assert ok == (not why), where
+            reason = str(error)
+        call = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {reason}"
+        assert ok == (not reason), call
         self.counts["decode", "done" if ok else "refused"] += 1
         if not ok:
             return
         self.next, self.any_pos = pos + n, False
-        self.n_asked += n * self.watches
+        self.n_queries += n * self.watches
         self.n_used += n
         self.live += n
         if self.ragged:
@@ -375,13 +379,16 @@ class Fuzz:
         pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
 
         n_move = int(rng.choice([0, 1, 5, 40, 200]))
-        at = rng.permutation(N_ROW * min(self.cells))[:n_move]
-        row, dst = np.divmod(at, min(self.cells))
-        src, delta = rng.integers(0, min(self.cells), len(at)), rng.choice([0, 0, 5, -9, 1000], len(at))
+        i_cells = rng.permutation(N_ROW * min(self.cells))[:n_move]
+        row, dst = np.divmod(i_cells, min(self.cells))
+        src, delta = (
+            rng.integers(0, min(self.cells), len(i_cells)),
+            rng.choice([0, 0, 5, -9, 1000], len(i_cells)),
+        )
         moves = np.stack([row, dst, src, delta], axis=1).astype(np.int64)
         terms = []
-        for where in rng.permutation(N_ROW * min(self.cells))[: int(rng.choice([0, 0, 1, 6, 30]))]:
-            row, cell = divmod(int(where), min(self.cells))
+        for index in rng.permutation(N_ROW * min(self.cells))[: int(rng.choice([0, 0, 1, 6, 30]))]:
+            row, cell = divmod(int(index), min(self.cells))
             for _ in range(int(rng.choice([1, 2, 3, 7]))):
                 terms.append([row, cell, int(rng.integers(0, min(self.cells))), float(rng.normal())])
         n_hidden = 0 if self.ragged or self.maybe(0.9) else int(rng.integers(0, n_keep + 1))
@@ -437,7 +444,7 @@ class Fuzz:
         assert before is None or self.context.state() == before, "a refused edit has changed the cache"
         if ok:
             self.n_used, self.next = n_keep, pos_0 + n_keep
-            self.n_asked *= n_keep > 0
+            self.n_queries *= n_keep > 0
             # if all kept cells are hidden, the next token may have any position
             self.any_pos = n_hidden == n_keep
             if self.any_pos:
@@ -529,16 +536,16 @@ class Fuzz:
     def copy(self):
         """Read a layer's tokens from the archive. Write the same bytes, or random bytes, into the archive."""
         layer = self.one_of(0, 1, 0, 1, 0, 1, -1, N_LAYER, LARGEST)
-        known = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
-        begin, end = (int(n) for n in np.sort(self.rng.integers(known[0], known[1] + 1, 2)))
+        layer_span = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
+        begin, end = (int(n) for n in np.sort(self.rng.integers(layer_span[0], layer_span[1] + 1, 2)))
         if self.maybe(0.2):
-            begin, end = known
+            begin, end = layer_span
         if self.maybe(0.2):
             wrong = (
                 (end + 1, end),
                 (-1, end),
-                (known[0] - 1, end),
-                (begin, known[1] + 1),
+                (layer_span[0] - 1, end),
+                (begin, layer_span[1] + 1),
                 (0, MAX_POSITION + 1),
             )
             begin, end = wrong[self.rng.integers(len(wrong))]
@@ -547,7 +554,7 @@ class Fuzz:
         may = self.n_recall > 0 and 0 <= layer < N_LAYER and begin <= end
         data = np.zeros(n + 1, np.uint8)
         status = lib.llama_kvtool_get_archive(self.pointer, layer, data.ctypes.data, begin, end)
-        ok = may and known[0] <= begin and end <= known[1]
+        ok = may and layer_span[0] <= begin and end <= layer_span[1]
         self.expect("get_archive", status, ok)
         assert not ok or status == n
         if self.maybe(0.5):
@@ -581,9 +588,9 @@ class Fuzz:
         n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
         self.expect("get_archive_table", n, self.n_recall > 0)
         table = np.zeros(max(n, 3), np.int64)
-        given = n + self.one_of(0, 0, 1, -1, -n)
-        status = lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, given)
-        self.expect("get_archive_table", status, self.n_recall > 0 and given == n)
+        n_given = n + self.one_of(0, 0, 1, -1, -n)
+        status = lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, n_given)
+        self.expect("get_archive_table", status, self.n_recall > 0 and n_given == n)
         if status < 0 and self.n_recall:
             check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, n))
         if self.maybe(0.5) and len(table) == 3:
@@ -655,12 +662,12 @@ class Fuzz:
             path, is_new = [(path, True), (path, True), (folder, False), (path / "file", False)][
                 self.one_of(0, 1, 2, 3)
             ]
-            given = None if self.maybe(0.1) else os.fsencode(path)
+            path_arg = None if self.maybe(0.1) else os.fsencode(path)
             is_free = (
                 self.n_recall > 0 and not self.has_file and not lib.llama_kvtool_archive_bytes(self.pointer)
             )
-            ok = is_free and is_new and given is not None
-            self.expect("archive_file", lib.llama_kvtool_archive_file(self.pointer, given), ok)
+            ok = is_free and is_new and path_arg is not None
+            self.expect("archive_file", lib.llama_kvtool_archive_file(self.pointer, path_arg), ok)
             assert os.listdir(folder) == []
         self.has_file |= ok
 

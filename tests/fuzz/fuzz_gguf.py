@@ -78,29 +78,33 @@ def damaged(number, data, numbers, end):
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 3])):
         kind = rng.choice(KINDS)
-        at = int(rng.integers(0, end))
+        offset = int(rng.integers(0, end))
         if kind in ("number", "small", "near"):
-            at, size = numbers[rng.integers(len(numbers))]
+            offset, size = numbers[rng.integers(len(numbers))]
             value = int(rng.choice(np.array(EDGES, object)) if kind == "number" else rng.integers(0, 40))
             if kind == "near":
-                value = int.from_bytes(out[at : at + size], "little") * int(rng.choice([1, 2])) + value - 20
-            out[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+                value = (
+                    int.from_bytes(out[offset : offset + size], "little") * int(rng.choice([1, 2]))
+                    + value
+                    - 20
+                )
+            out[offset : offset + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
         elif kind == "byte":
             # change a byte at or just after a number, or any byte of the header, for example in a name
-            near = numbers[rng.integers(len(numbers))][0] if rng.integers(2) else at
+            near = numbers[rng.integers(len(numbers))][0] if rng.integers(2) else offset
             out[near + int(rng.integers(8))] = int(rng.integers(256))
         elif kind == "cut":
-            del out[int(rng.integers(4, len(out))) if rng.integers(2) else at :]
+            del out[int(rng.integers(4, len(out))) if rng.integers(2) else offset :]
         elif kind == "insert":
-            out[at:at] = rng.bytes(int(rng.integers(1, 64)))
+            out[offset:offset] = rng.bytes(int(rng.integers(1, 64)))
         elif kind == "swap":
             a, b = sorted(int(numbers[i][0]) for i in rng.integers(0, len(numbers), 2))
             n = int(rng.integers(1, 40))
             out[a : a + n], out[b : b + n] = out[b : b + n], out[a : a + n]
         else:
             weird = struct.pack("<f", rng.choice([np.nan, np.inf, -np.inf, 3e38, 1e-42]))
-            at = end + 4 * int(rng.integers(0, (len(data) - end) // 4))
-            out[at : at + 4] = weird
+            offset = end + 4 * int(rng.integers(0, (len(data) - end) // 4))
+            out[offset : offset + 4] = weird
         if len(out) < end:
             break
     return bytes(out)
@@ -188,11 +192,11 @@ class Worker:
         return (), died
 
 
-def verdict(codes, died, said):
+def verdict(codes, died, outputs):
     """Return the fault, or "" if there is none.
 
     codes, died: see `Worker.run`.
-    said: stderr of each command.
+    outputs: stderr of each command.
     """
     if died == "hang":
         return f"no end within {SECONDS} s"
@@ -201,15 +205,15 @@ def verdict(codes, died, said):
     if not set(codes) <= CODES:
         return f"exit codes {codes}"
     # if a file still works, generate stops after -n tokens and prints a line
-    said = [re.sub(r"^stopped after .*\n", "", part) for part in said]
-    for part in said:
+    outputs = [re.sub(r"^stopped after .*\n", "", part) for part in outputs]
+    for part in outputs:
         lines = part.splitlines()
         if len(lines) > 1 or any(not line.startswith("kvtool: ") for line in lines):
             return "more than one line, or not kvtool's"
-    for code, part in zip(codes, said, strict=False):
+    for code, part in zip(codes, outputs, strict=False):
         if bool(part) != bool(code):
             return f"exit code {code} with {'a' if part else 'no'} line"
-    if died is not None and not said[-1]:
+    if died is not None and not outputs[-1]:
         return f"the process ended with {died} and no line"
     return ""
 

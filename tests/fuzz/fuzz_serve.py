@@ -31,10 +31,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tests import tiny
+from tests.blocking_policy import TIMEOUT_S
 from tests.fuzz.random_bodies import MESSAGES, PATHS, Bodies
 from tests.fuzz.random_messages import MessageBodies
-from tests.held import PATIENCE_S
-from tests.serve.serving import serving
+from tests.serve.subprocess_server import start_server
 
 N_THREAD = 4
 READ_TIMEOUT_S = 2
@@ -87,8 +87,8 @@ class Wire:
     """A connection that sends given bytes and parses the answers."""
 
     def __init__(self, url):
-        where = urlsplit(url)
-        self._socket = socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
+        address = urlsplit(url)
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S)
         self._file = _Kept(_Incoming(self._socket, "r"))
 
     def __enter__(self):
@@ -103,8 +103,8 @@ class Wire:
         Ignore errors: the server may have hung up.
         """
         with suppress(OSError):
-            for at in range(0, len(data), step or max(len(data), 1)):
-                self._socket.sendall(data[at : at + step] if step else data)
+            for offset in range(0, len(data), step or max(len(data), 1)):
+                self._socket.sendall(data[offset : offset + step] if step else data)
                 if pause_s:
                     time.sleep(pause_s)
 
@@ -175,9 +175,9 @@ def check_stream(text):
     else:
         kind = json.loads(data[-1])["type"]
         assert kind in ("response.completed", "response.incomplete", "message_stop", "error"), kind
-    for each in map(json.loads, data):
-        if "error" in each and isinstance(each["error"], dict):
-            check_error(each)
+    for record in map(json.loads, data):
+        if "error" in record and isinstance(record["error"], dict):
+            check_error(record)
 
 
 class Fuzz:
@@ -206,15 +206,15 @@ class Fuzz:
             name = f"request {self.seed}, {kind.__name__}"
             raise AssertionError(f"{name}: {type(error).__name__}: {error}\nsent: {what}") from error
 
-    def asked(self):
+    def random_request(self):
         path, body = self.bodies.any()
         return path, body if isinstance(body, bytes) else self.bodies.text(body)
 
-    def ask(self, sent, data, allowed=PROPER, *, ends=False, method="POST", **how):
+    def ask(self, sent, data, allowed=PROPER, *, ends=False, method="POST", **options):
         sent.append(data)
         start = time.monotonic()
         with Wire(self.url) as wire:
-            wire.send(data, **how)
+            wire.send(data, **options)
             if ends:
                 wire.end()
             # on a busy machine, this client may be so slow that the server closes the connection
@@ -225,7 +225,7 @@ class Fuzz:
 
     def right(self, sent):
         """Send a body of any kind in well-formed HTTP."""
-        path, body = self.asked()
+        path, body = self.random_request()
         name = self.rng.choice(
             [
                 *([], [], [], ["X-Session-Id: \u00e9\u00ff x"], [f"X-Session-Id: {'n' * 5000}"]),
@@ -237,23 +237,23 @@ class Fuzz:
 
     def mutated(self, sent):
         """Change a few bytes of a body."""
-        path, body = self.asked()
+        path, body = self.random_request()
         data = bytearray(body[:20_000])
         for _ in range(self.rng.randint(1, 8)):
-            at = self.rng.randint(0, len(data))
-            way = self.rng.randrange(3)
-            if way == 0:
-                data[at : at + 1] = bytes([self.rng.randrange(256)])
-            elif way == 1:
-                del data[at : at + self.rng.randint(1, 20)]
+            offset = self.rng.randint(0, len(data))
+            kind = self.rng.randrange(3)
+            if kind == 0:
+                data[offset : offset + 1] = bytes([self.rng.randrange(256)])
+            elif kind == 1:
+                del data[offset : offset + self.rng.randint(1, 20)]
             else:
                 parts = [b"\xff", b"\0", b"\xed\xa0\x80", b'"', b"{", b"]", b"\\ud800", b"1e999"]
-                data[at:at] = self.rng.choice(parts)
+                data[offset:offset] = self.rng.choice(parts)
         return self.ask(sent, request(path, bytes(data)))
 
     def lengths(self, sent):
         """Send a wrong Content-Length."""
-        path, body = self.asked()
+        path, body = self.random_request()
         body = body[:20_000]
         n = len(body)
         length = self.rng.choice([0, n // 2, n + 1, n + 10_000, -1, "x", "", f"{n}, {n}", f"+{n}", "1" * 30])
@@ -264,17 +264,17 @@ class Fuzz:
 
     def chunks(self, sent):
         """Send a body in chunks, which may be cut or malformed."""
-        path, body = self.asked()
+        path, body = self.random_request()
         data = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-        at = 0
-        while at < len(body):
-            part = body[at : at + self.rng.choice([1, 10, 1000, 100_000])][: max(len(body) // 50, 10)]
+        offset = 0
+        while offset < len(body):
+            part = body[offset : offset + self.rng.choice([1, 10, 1000, 100_000])][: max(len(body) // 50, 10)]
             data += b"%x\r\n%s\r\n" % (len(part), part)
-            at += len(part)
-        way = self.rng.randrange(4)
-        if way == 0:
+            offset += len(part)
+        kind = self.rng.randrange(4)
+        if kind == 0:
             return self.ask(sent, data + b"0\r\n\r\n")
-        if way == 1:
+        if kind == 1:
             return self.ask(sent, data[: self.rng.randint(0, len(data))], BROKEN, ends=True)
         wrong = [b"zz\r\n", b"-5\r\n", b"f" * 100 + b"\r\n", b"5;x\r\nab", b"\r\n\r\n", b"1" * 70_000]
         return self.ask(sent, data + self.rng.choice(wrong), BROKEN, ends=True)
@@ -311,7 +311,7 @@ class Fuzz:
     def pipelined(self, sent):
         """Send several requests at once. The server must send as many answers, in the same order."""
         n = self.rng.randint(2, 4)
-        data = [request(*self.asked()) for _ in range(n)]
+        data = [request(*self.random_request()) for _ in range(n)]
         sent += data
         with Wire(self.url) as wire:
             wire.send(b"".join(data))
@@ -323,7 +323,7 @@ class Fuzz:
 
     def old(self, sent):
         """Use an older or a newer version of HTTP."""
-        path, body = self.asked()
+        path, body = self.random_request()
         version = self.rng.choice(["1.0", "1.0", "0.9", "2.0", "1.7", "9" * 50, "x"])
         return self.ask(sent, request(path, body, version=version), BROKEN, ends=version != "1.0")
 
@@ -334,13 +334,13 @@ class Fuzz:
 
     def owed(self, sent):
         """Send a request without its end. The server must stop waiting after READ_TIMEOUT_S."""
-        path, body = self.asked()
+        path, body = self.random_request()
         data = request(path, body)
         return self.ask(sent, data[: self.rng.randint(0, len(data) - 1)], {0, 408})
 
     def gone(self, sent):
         """Disconnect at any time."""
-        path, body = self.asked()
+        path, body = self.random_request()
         sent.append(request(path, body))
         with Wire(self.url) as wire:
             wire.send(sent[0])
@@ -354,7 +354,7 @@ class Fuzz:
         return self.ask(sent, data + self.rng.randbytes(self.rng.randrange(300)), BROKEN, ends=True)
 
 
-def held(process):
+def memory_and_files(process):
     """Return (memory in MiB, number of open files) of a process."""
     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**20, len(os.listdir(f"/proc/{process.pid}/fd"))
@@ -381,7 +381,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
     counts, numbers, least = Counter(), iter(range(n)), [float("inf")] * 4
     lock = threading.Lock()
     limits = ("--budget", "64", "-n", "8", "--read-timeout", str(READ_TIMEOUT_S), "--sessions-bytes", "4MiB")
-    with serving(model, *limits, "--temp", "0", "--metrics", *options) as server:
+    with start_server(model, *limits, "--temp", "0", "--metrics", *options) as server:
         before = plain(server.url)
 
         def work(_):
@@ -398,7 +398,7 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
                 if i % 50 == 0:
                     now = plain(server.url)
                     assert now == before, f"request {seed + i}: a plain chat is answered otherwise"
-                memory, files = held(server.process)
+                memory, files = memory_and_files(server.process)
                 least[4 * i // n] = min(least[4 * i // n], memory)
                 if every and i % every == 0:
                     print(f"{i}: {memory:.0f} MiB, {files} files", flush=True)
@@ -416,8 +416,8 @@ def run(model, n, seed=0, *, api="all", every=0, options=()):
             ended = server.stop() if server.process.poll() is None else server.process.returncode
             raise AssertionError(f"{error}\nthe server: {ended}") from None
         # the server closes connections that are still open after a while
-        give_up = time.monotonic() + PATIENCE_S
-        while (n_file := held(server.process)[1]) >= N_FILE and time.monotonic() < give_up:
+        give_up = time.monotonic() + TIMEOUT_S
+        while (n_file := memory_and_files(server.process)[1]) >= N_FILE and time.monotonic() < give_up:
             time.sleep(0.1)
         assert server.stop() == (130, "kvtool: stopped\n")
     return counts, least, n_file
@@ -435,10 +435,10 @@ def main():
         tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
         policy = ("--policy", args.policy)
         try:
-            found = run(path, args.requests, args.seed, api=args.api, every=500, options=policy)
+            result = run(path, args.requests, args.seed, api=args.api, every=500, options=policy)
         except AssertionError as error:
             sys.exit(str(error))
-    counts, least, n_file = found
+    counts, least, n_file = result
     for (name, status), count in sorted(counts.items()):
         print(f"{count:7} {name} {status or 'closed'}")
     print(f"memory {least[1]:.0f} -> {least[3]:.0f} MiB, {n_file} files")

@@ -115,13 +115,13 @@ class Bodies:
 
     def words(self):
         rng = self.rng
-        way = rng.randrange(6)
-        if way == 0:
+        kind = rng.randrange(6)
+        if kind == 0:
             # characters of all Unicode planes
             return "".join(chr(rng.randrange(0x110000)) for _ in range(rng.randint(0, 60)))
-        if way == 1:
+        if kind == 1:
             return "".join(rng.choices(SPECIAL, k=rng.randint(1, 8)))
-        if way == 2:
+        if kind == 2:
             return rng.choice(["\0", " ", "\n", "a", "\u0301", "\u4e2d", "\U0001f600"]) * rng.choice(
                 [0, 1, 200]
             )
@@ -139,10 +139,10 @@ class Bodies:
         return self.rng.choice(POSTS), self._value(depth)
 
     def _value(self, depth):
-        way = self.rng.randrange(8)
-        if depth and way == 0:
+        kind = self.rng.randrange(8)
+        if depth and kind == 0:
             return [self._value(depth - 1) for _ in range(self.rng.randint(0, 4))]
-        if depth and way == 1:
+        if depth and kind == 1:
             return {self.words()[:10]: self._value(depth - 1) for _ in range(self.rng.randint(0, 4))}
         return self.rng.choice(STRANGE)
 
@@ -184,12 +184,12 @@ class Bodies:
             if rng.random() < 0.2:
                 body[name] = rng.choice(values)
         bias = rng.choice([-100, 100, 0, False, "@1e999", 10_000, -10_000, 10_001, "x"])
-        some = rng.choice(
+        names = rng.choice(
             [range(N_VOCAB), range(2, 3), rng.sample(range(N_VOCAB), 10), [-1], [N_VOCAB], [10**30]]
         )
-        pairs = [[each, bias] for each in some]
+        pairs = [[each, bias] for each in names]
         if rng.random() < 0.4:
-            body["logit_bias"] = rng.choice([{str(each): bias for each in some}, pairs])
+            body["logit_bias"] = rng.choice([{str(each): bias for each in names}, pairs])
         return CHAT, body
 
     def messages(self):

@@ -48,16 +48,16 @@ class MessageBodies(Bodies):
         if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
             return rng.choice(STRANGE)
         bent = value.copy()
-        at = rng.choice(list(bent) if isinstance(bent, dict) else range(len(bent)))
-        way = rng.randrange(8)
-        if way == 0:
-            del bent[at]
-        elif way == 1 and isinstance(bent, dict):
-            bent[rng.choice((*FIELDS, *OWN_FIELDS, self.words()[:10]))] = bent.pop(at)
-        elif way == 1:
-            bent[at:at] = [bent[at]] * rng.choice([1, 1, 100])
+        key = rng.choice(list(bent) if isinstance(bent, dict) else range(len(bent)))
+        kind = rng.randrange(8)
+        if kind == 0:
+            del bent[key]
+        elif kind == 1 and isinstance(bent, dict):
+            bent[rng.choice((*FIELDS, *OWN_FIELDS, self.words()[:10]))] = bent.pop(key)
+        elif kind == 1:
+            bent[key:key] = [bent[key]] * rng.choice([1, 1, 100])
         else:
-            bent[at] = self._bent(bent[at])
+            bent[key] = self._bent(bent[key])
         return bent
 
     def unlike(self):

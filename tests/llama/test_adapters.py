@@ -16,7 +16,7 @@ from kvtool.llama.loaded.adapters import Adapter, adapter_texts, identities
 from kvtool.llama.loaded.model import Model
 from kvtool.models.download import sha256
 from tests import tiny
-from tests.engine.running import LOGITS, text
+from tests.engine.exact_engines import LOGIT_TOLERANCE, random_tokens
 from tests.engine.test_joint import Counting, run_streams
 
 SCALES = 1.0, -0.5
@@ -39,22 +39,22 @@ def logits(path, adapters=()):
         closing(Model(path, adapters=adapters)) as model,
         closing(Context(model, 256, 64, **exact)) as context,
     ):
-        context.decode(text(48), 0, 48)
+        context.decode(random_tokens(48), 0, 48)
         return context.logits().copy()
 
 
 def test_several_adapters_add_their_scaled_weights(merged):
     model, adapters, path = merged
-    want = logits(path)
-    assert np.abs(logits(model, adapters) - want).max() < LOGITS
+    expected = logits(path)
+    assert np.abs(logits(model, adapters) - expected).max() < LOGIT_TOLERANCE
     for fewer in ((), adapters[:1], adapters[1:], (adapters[0], adapters[1]._replace(scale=0.5))):
-        assert np.abs(logits(model, fewer) - want).max() > 0.1
+        assert np.abs(logits(model, fewer) - expected).max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["h2o", "recall"])
 def test_all_streams_and_joint_steps_use_the_adapters(merged, name):
     model, adapters, path = merged
-    policy, tokens, n_steps = policies.fit(name, 48), [text(120, seed=i) for i in range(2)], (40, 40)
+    policy, tokens, n_steps = policies.fit(name, 48), [random_tokens(120, seed=i) for i in range(2)], (40, 40)
     batchers = []
 
     def joint(lock):
@@ -63,11 +63,11 @@ def test_all_streams_and_joint_steps_use_the_adapters(merged, name):
 
     with closing(Model(model, adapters=adapters)) as adapted, closing(Model(path)) as whole:
         together = run_streams(adapted, policy, tokens, n_steps, make_batcher=joint)
-        alone = run_streams(whole, policy, tokens, n_steps)
+        single = run_streams(whole, policy, tokens, n_steps)
     assert batchers[0].sizes == [2] * 40
-    for one, other in zip(together, alone, strict=True):
+    for one, other in zip(together, single, strict=True):
         assert np.array_equal(one.pos, other.pos)
-        assert np.abs(one.logits - other.logits).max() < LOGITS
+        assert np.abs(one.logits - other.logits).max() < LOGIT_TOLERANCE
 
 
 def cut(path, model):

@@ -12,27 +12,27 @@ from kvtool.errors import LibraryError
 from kvtool.llama.libllama import bindings
 
 
-def packages(monkeypatch, **found):
-    """Pretend that only the packages in `found` are installed.
+def packages(monkeypatch, **modules):
+    """Pretend that only the packages in `modules` are installed.
 
-    found: {package: its bindings, or the error that its import raises}.
+    modules: {package: its bindings, or the error that its import raises}.
     """
 
     def import_module(name):
         package = name.partition(".")[0]
-        if package not in found:
+        if package not in modules:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-        if isinstance(found[package], Exception):
-            raise found[package]
-        return found[package]
+        if isinstance(modules[package], Exception):
+            raise modules[package]
+        return modules[package]
 
     monkeypatch.setattr(bindings, "import_module", import_module)
 
 
 def test_only_kvtool_llama_is_loaded(monkeypatch):
-    ours = SimpleNamespace(_lib=SimpleNamespace(llama_kvtool_abi=None))
-    packages(monkeypatch, kvtool_llama=ours, llama_cpp="stock")
-    assert bindings._load() is ours
+    package = SimpleNamespace(_lib=SimpleNamespace(llama_kvtool_abi=None))
+    packages(monkeypatch, kvtool_llama=package, llama_cpp="stock")
+    assert bindings._load() is package
     packages(monkeypatch, llama_cpp="stock")
     with pytest.raises(LibraryError, match=r"^there is no llama\.cpp yet; build it: "):
         bindings._load()
@@ -45,7 +45,7 @@ def test_library_without_the_patch_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "how"),
+    ("error", "repair"),
     [
         (RuntimeError("libllama.so: file too short"), bindings.build_command()),
         (RuntimeError("libcuda.so.1: cannot open"), "install NVIDIA's driver, or: kvtool build --cpu"),
@@ -53,9 +53,9 @@ def test_library_without_the_patch_is_refused(monkeypatch):
         (ImportError("no such symbol"), bindings.build_command()),
     ],
 )
-def test_broken_kvtool_llama_is_an_error(monkeypatch, error, how):
+def test_broken_kvtool_llama_is_an_error(monkeypatch, error, repair):
     packages(monkeypatch, kvtool_llama=error)
-    with pytest.raises(LibraryError, match=re.escape(f"({error}); repair it with: {how}")):
+    with pytest.raises(LibraryError, match=re.escape(f"({error}); repair it with: {repair}")):
         bindings._load()
 
 
@@ -67,13 +67,13 @@ def test_functions_are_looked_up_in_each_library_on_windows():
     assert not hasattr(parts, "llama_kvtool_abi")
 
 
-def library(monkeypatch, *, there, loads):
+def library(monkeypatch, *, is_there, loads):
     """Fake a library.
 
-    there: True if it includes the CPU part.
+    is_there: True if it includes the CPU part.
     loads: True if load_all loads the CPU part.
     """
-    state = SimpleNamespace(there=there, folders=[])
+    state = SimpleNamespace(there=is_there, folders=[])
 
     def dev_by_type(kind):
         return int(state.there)
@@ -92,16 +92,16 @@ def library(monkeypatch, *, there, loads):
 
 
 def test_missing_cpu_parts_are_loaded_from_the_folder_of_the_library(monkeypatch):
-    state = library(monkeypatch, there=True, loads=True)
+    state = library(monkeypatch, is_there=True, loads=True)
     bindings.load_parts()
     assert state.folders == []
-    state = library(monkeypatch, there=False, loads=True)
+    state = library(monkeypatch, is_there=False, loads=True)
     bindings.load_parts()
     bindings.load_parts()
     assert state.folders == [os.fsencode("/site/kvtool_llama/lib")]
 
 
 def test_cpu_that_no_part_supports_is_an_error(monkeypatch):
-    library(monkeypatch, there=False, loads=False)
+    library(monkeypatch, is_there=False, loads=False)
     with pytest.raises(LibraryError, match=r"no part of llama\.cpp in /site/kvtool_llama/lib runs here"):
         bindings.load_parts()

@@ -24,8 +24,8 @@ from kvtool.llama.grammar.schema import Unenforced, enforced
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
-from tests.cli.called import called, one_line
-from tests.engine.running import open_engine
+from tests.cli.in_process_command import assert_one_line, run_kvtool
+from tests.engine.exact_engines import open_engine
 
 COLOURS = ["red", "green", "blue"]
 PERSON = {
@@ -93,7 +93,7 @@ def check_person(text):
         assert type(friend["known"]) is bool
 
 
-def written(engine, logits, n=60, **settings):
+def generate_text(engine, logits, n=60, **settings):
     """Return the text of up to n tokens, sampled from the same logits each time, until the grammar ends."""
     sampler = Sampler(engine.model, Sampling(**settings), seed=1)
     text = b""
@@ -111,17 +111,17 @@ def test_greedy_takes_the_likeliest_token_that_fits(engine):
     logits = np.random.default_rng(1).normal(0, 3, engine.model.n_vocab).astype(np.float32)
     logits[259:] = -50
     of = {letter: logits[3 + ord(letter)] for letter in "abcdxyz"}
-    want = max("abc", key=of.get) + max("xyz", key=of.get) * 2 + max("ad", key=of.get)
-    assert written(engine, logits, grammar='root ::= [a-c] [xyz]{2} ("a" | "d")') == want
+    expected = max("abc", key=of.get) + max("xyz", key=of.get) * 2 + max("ad", key=of.get)
+    assert generate_text(engine, logits, grammar='root ::= [a-c] [xyz]{2} ("a" | "d")') == expected
 
 
 def test_sampled_text_that_fits_is_the_same_without_a_grammar(engine):
     logits = np.full(engine.model.n_vocab, -90, np.float32)
     logits[[3 + ord(letter) for letter in "abcd"]] = [1, 2, 3, 4]
     settings = {"temp": 2, "presence_penalty": 0.5, "typical": 0.99}
-    free = written(engine, logits, **settings)
+    free = generate_text(engine, logits, **settings)
     assert len(set(free)) == 4
-    assert written(engine, logits, grammar="root ::= [abcd]*", **settings) == free
+    assert generate_text(engine, logits, grammar="root ::= [abcd]*", **settings) == free
 
 
 @pytest.mark.parametrize("settings", [{"mirostat": 1}, {"mirostat": 2}, {"xtc_probability": 1}, {"top_k": 1}])
@@ -129,13 +129,13 @@ def test_sampled_text_fits_with_every_sampler(engine, settings):
     # the only likely token, q, does not fit the grammar
     logits = np.zeros(engine.model.n_vocab, np.float32)
     logits[3 + ord("q")] = 20
-    text = written(engine, logits, temp=1, grammar="root ::= [0-9]{20}", **settings)
+    text = generate_text(engine, logits, temp=1, grammar="root ::= [0-9]{20}", **settings)
     assert re.fullmatch("[0-9]{20}", text)
 
 
 def test_characters_may_be_sampled_byte_by_byte(engine):
     logits = np.zeros(engine.model.n_vocab, np.float32)
-    text = written(engine, logits, temp=1, grammar="root ::= [\u00e9\u2014]{9}")
+    text = generate_text(engine, logits, temp=1, grammar="root ::= [\u00e9\u2014]{9}")
     assert re.fullmatch("[\u00e9\u2014]{9}", text)
 
 
@@ -323,21 +323,21 @@ def test_schema_text_is_json_without_unicode_escapes(engine, value):
     schema = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
     logits = np.zeros(engine.model.n_vocab, np.float32)
     logits[259:] = -90
-    text = written(engine, logits, 900, json_schema=json.dumps(schema))
+    text = generate_text(engine, logits, 900, json_schema=json.dumps(schema))
     assert json.loads(text) == {key: value}
     # models have learned to write characters themselves, not as \u escapes. Therefore the text must not have
     # such escapes
     assert "\\u" not in text
 
 
-@pytest.mark.parametrize("likely", ["\n", "\t", "\0", "\\", '"', "\x7f"])
-def test_schema_strings_contain_no_invalid_json_characters(engine, likely):
+@pytest.mark.parametrize("char", ["\n", "\t", "\0", "\\", '"', "\x7f"])
+def test_schema_strings_contain_no_invalid_json_characters(engine, char):
     logits = np.random.default_rng(2).normal(0, 1, engine.model.n_vocab).astype(np.float32)
-    logits[3 + ord(likely)] += 6
+    logits[3 + ord(char)] += 6
     # exclude the bytes from 0x80 on, because each of them is only a part of a character
     logits[3 + 0x80 :] = -90
     schema = {"type": "string", "minLength": 8, "maxLength": 9}
-    text = written(engine, logits, 200, temp=1, json_schema=json.dumps(schema))
+    text = generate_text(engine, logits, 200, temp=1, json_schema=json.dumps(schema))
     assert 8 <= len(json.loads(text)) <= 9
 
 
@@ -371,7 +371,7 @@ def test_definition_is_not_confused_with_a_property_of_its_name(engine):
     are_lists = set()
     for first in "0[":
         logits[3 + ord("0")], logits[3 + ord("[")] = (5, 0) if first == "0" else (0, 2)
-        value = json.loads(written(engine, logits, 400, temp=1, json_schema=json.dumps(schema)))
+        value = json.loads(generate_text(engine, logits, 400, temp=1, json_schema=json.dumps(schema)))
         assert (value["pet"], value["other"]) == ("cat", "dog")
         are_lists.add(isinstance(value["list"], list))
     assert are_lists == {True, False}
@@ -418,13 +418,13 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
     command = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
     under = ("--policy", "h2o", "--budget", 64, "-b", 32)
-    done = called(*command, *under, "--json-schema", tmp_path / "person.json", "--json")
+    done = run_kvtool(*command, *under, "--json-schema", tmp_path / "person.json", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
     assert result["evicted"] > 20
     check_person(result["text"])
     # now the schema is given as text, with a keyword that is not enforced
-    done = called(*command, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
+    done = run_kvtool(*command, *under, "-j", json.dumps(PERSON | {"unevaluatedItems": False}))
     check_person(done.stdout)
     assert done.stderr == ("the schema's unevaluatedItems cannot be enforced; check the JSON for that\n")
 
@@ -438,8 +438,10 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     ],
 )
 def test_generate_refuses_invalid_grammars_and_schemas(chat_model, typed):
-    done = called("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
-    one_line(done, 2, "kvtool: the ")
+    done = run_kvtool(
+        "generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed
+    )
+    assert_one_line(done, 2, "kvtool: the ")
 
 
 def test_python_takes_a_schema_and_stop_strings(smollm2):

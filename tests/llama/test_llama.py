@@ -18,8 +18,8 @@ from kvtool.llama.libllama.library import ABI, api, check_library
 from kvtool.llama.loaded import model as llama_model
 from kvtool.llama.loaded.model import Model
 from kvtool.policy import Merge, Signal, SignalRequest
-from tests.engine import saved
-from tests.engine.running import ON_CUDA, TOLERANCE
+from tests.engine import saved_state
+from tests.engine.exact_engines import ON_CUDA, TOLERANCE
 from tests.reference import transformer
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_dim": 64}
@@ -41,7 +41,7 @@ either_path = pytest.mark.parametrize("force_graph", [False, True], ids=["host",
 
 
 @contextmanager
-def opened(path, n_cell=256, n_batch=64, signals=Signal.NONE, n_query=0, **options):
+def start_context(path, n_cell=256, n_batch=64, signals=Signal.NONE, n_query=0, **options):
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 1}
     request = SignalRequest(signals, n_query)
     with (
@@ -57,12 +57,12 @@ def tokens(n, seed=0):
 
 def fill(context, n, pos_0=0, seed=0):
     text = tokens(n, seed)
-    for at in range(0, n, context.n_batch):
-        context.decode(text[at : at + context.n_batch], pos_0 + at, 1)
+    for begin in range(0, n, context.n_batch):
+        context.decode(text[begin : begin + context.n_batch], pos_0 + begin, 1)
 
 
 def look(context):
-    return saved.parse(context.state())
+    return saved_state.parse(context.state())
 
 
 def moves_of(source, delta=None):
@@ -111,17 +111,17 @@ def test_exception_of_a_failed_allocation_is_reported_as_lack_of_memory(monkeypa
 @either_path
 def test_permutation_and_its_inverse_restore_every_byte(tiny_model, type_k, type_v, flash, force_graph):
     n = 37
-    with opened(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
+    with start_context(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
         fill(context, n)
         before = context.state()
         source = permutations(n)
         context.apply(moves_of(source), n, 0, force_graph=force_graph)
-        was, now = saved.parse(before), look(context)
+        was, now = saved_state.parse(before), look(context)
         assert now.v_is_transposed == (flash == "off")
         for tensor in ("k", "v"):
-            want = np.take_along_axis(by_row(was, tensor), source[:, :, None], axis=1)
-            assert (want != by_row(was, tensor)).any()
-            assert (by_row(now, tensor) == want).all()
+            expected = np.take_along_axis(by_row(was, tensor), source[:, :, None], axis=1)
+            assert (expected != by_row(was, tensor)).any()
+            assert (by_row(now, tensor) == expected).all()
         context.apply(moves_of(source.argsort(axis=1)), n, 0, force_graph=force_graph)
         assert context.state() == before
 
@@ -132,10 +132,10 @@ def test_a_permutation_alone_does_not_change_the_next_logits(tiny_model, flash, 
     n = 50
 
     def next_logits(*moves):
-        with opened(tiny_model(**SHAPE), flash=flash) as context:
+        with start_context(tiny_model(**SHAPE), flash=flash) as context:
             fill(context, n)
-            for each in moves:
-                context.apply(each, n, 0, force_graph=force_graph)
+            for move in moves:
+                context.apply(move, n, 0, force_graph=force_graph)
             context.decode(tokens(1, seed=9), n, 1)
             return context.logits().copy()
 
@@ -161,23 +161,23 @@ def test_edits_in_host_memory_leave_the_same_bytes_as_the_graph(tiny_model, type
     keep = np.sort(rng.random((N_ROW, n)).argsort(axis=1)[:, :n_keep], axis=1)
     states = []
     for force_graph in (False, True):
-        with opened(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
+        with start_context(tiny_model(**SHAPE), type_k=type_k, type_v=type_v, flash=flash) as context:
             fill(context, n)
             source = np.empty((N_ROW, n_keep), np.int64)
-            for row, kept in enumerate(keep):
-                low, tail = kept[kept < n_keep], kept[kept >= n_keep]
+            for row, cells in enumerate(keep):
+                low, tail = cells[cells < n_keep], cells[cells >= n_keep]
                 source[row, low] = low
                 source[row, np.setdiff1d(np.arange(n_keep), low)] = tail
             context.apply(moves_of(source), n_keep, n - n_keep, force_graph=force_graph)
             states.append(context.state())
     assert len(states[0]) > 0
     assert states[0] == states[1]
-    assert_before_the_next(saved.parse(states[0]).pos, n_keep, n)
+    assert_before_the_next(saved_state.parse(states[0]).pos, n_keep, n)
 
 
 @either_path
 def test_cells_past_the_kept_ones_are_free_again(tiny_model, force_graph):
-    with opened(tiny_model(**SHAPE), n_batch=64) as context:
+    with start_context(tiny_model(**SHAPE), n_batch=64) as context:
         for _ in range(8):  # 512 tokens in all, twice the number of cells
             fill(context, 64, pos_0=len(look(context).pos) and 100)
             context.apply(NO_MOVES, 40, 60, force_graph=force_graph)
@@ -219,13 +219,13 @@ MERGES = {
 VALUE_CACHES = [("f32", "off"), ("f32", "on"), ("f16", "off"), ("f16", "on"), ("q8_0", "on")]
 
 
-def close(got, want, kind):
-    """Return True if each head's values f32[..., head_dim] are `want`, rounded once to the cache's type."""
-    largest = np.abs(want).max(axis=-1, keepdims=True)
+def close(actual, expected, kind):
+    """Return True if each head's values f32[..., head_dim] are `expected`, rounded once as the cache is."""
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
     # q8_0 rounds twice: numbers to multiples of the scale, which is 1 / 127 of the largest number, and the
     # scale to f16
-    rounding = {"f32": 0, "f16": 2**-11 * np.abs(want), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
-    return (np.abs(got - want) <= rounding + 3e-6 * (1 + largest)).all()
+    rounding = {"f32": 0, "f16": 2**-11 * np.abs(expected), "q8_0": (1 / 254 + 2**-11) * largest}[kind]
+    return (np.abs(actual - expected) <= rounding + 3e-6 * (1 + largest)).all()
 
 
 @pytest.mark.parametrize("counts", MERGES.values(), ids=MERGES.keys())
@@ -234,18 +234,18 @@ def close(got, want, kind):
 def test_merged_values_are_the_weighted_sums(tiny_model, counts, type_v, flash, force_graph):
     n = 30
     terms = random_terms(np.random.default_rng(len(counts)), n, counts)
-    with opened(tiny_model(**SHAPE), type_v=type_v, flash=flash) as context:
+    with start_context(tiny_model(**SHAPE), type_v=type_v, flash=flash) as context:
         fill(context, n)
         was = look(context)
         context.apply(NO_MOVES, n, 0, merge_of(terms), force_graph=force_graph)
         now = look(context)
-    want = expected_values(values_by_row(was), terms)
+    expected = expected_values(values_by_row(was), terms)
     assert (by_row(now, "k") == by_row(was, "k")).all()
     untouched = np.ones((N_ROW, n), np.bool_)
     for row, dst, _ in terms:
         untouched[row, dst] = False
     assert (by_row(now, "v")[untouched] == by_row(was, "v")[untouched]).all()
-    assert close(values_by_row(now)[~untouched], want[~untouched], type_v)
+    assert close(values_by_row(now)[~untouched], expected[~untouched], type_v)
     assert (values_by_row(now)[~untouched] != values_by_row(was)[~untouched]).any()
 
 
@@ -260,21 +260,21 @@ def test_a_merged_value_moves_with_its_cell_in_the_same_edit(tiny_model, flash, 
     terms = [(row, 26, [(26, 0.25), (25, 0.75)]) for row in range(N_ROW)]
     terms += [(row, 7, [(3, float(rng.normal())), (7, 1.0)]) for row in range(N_ROW)]
     moves = np.array([(row, 3, 26, delta) for row in range(N_ROW)], np.int32)
-    with opened(tiny_model(**SHAPE), flash=flash) as context:
+    with start_context(tiny_model(**SHAPE), flash=flash) as context:
         fill(context, n)
         was = look(context)
         context.apply(moves, n_keep, 10, merge_of(terms), force_graph=force_graph)
         now = look(context)
-    want = expected_values(values_by_row(was), terms)
-    want[:, 3] = want[:, 26]
-    assert np.abs(values_by_row(now) - want[:, :n_keep]).max() < 1e-5
+    expected = expected_values(values_by_row(was), terms)
+    expected[:, 3] = expected[:, 26]
+    assert np.abs(values_by_row(now) - expected[:, :n_keep]).max() < 1e-5
     keys = by_row(was, "k")[:, :n_keep].copy()
     if delta == 0:
         keys[:, 3] = by_row(was, "k")[:, 26]
         assert (by_row(now, "k") == keys).all()
     else:
-        others = np.arange(n_keep) != 3
-        assert (by_row(now, "k")[:, others] == keys[:, others]).all()
+        is_other = np.arange(n_keep) != 3
+        assert (by_row(now, "k")[:, is_other] == keys[:, is_other]).all()
 
 
 # rotation
@@ -296,20 +296,20 @@ def test_rotated_key_equals_the_key_at_the_shifted_position(tiny_model, rope, ty
     keys = []
     for shift in shifts:
         # only the first layer is compared, because its keys depend only on the token and its position
-        with opened(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
+        with start_context(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
             fill(context, n, pos_0=start + shift)
             keys.append(look(context).keys(0, 2).swapaxes(0, 1))
-    with opened(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
+    with start_context(tiny_model(rope=rope, **SHAPE), type_k=type_k, flash=flash) as context:
         fill(context, n, pos_0=start)
         context.apply(moves_of(source, np.array(shifts)[choice]), n, start)
-        got = look(context).keys(0, 2).swapaxes(0, 1)
+        actual = look(context).keys(0, 2).swapaxes(0, 1)
     row = np.arange(2)[:, None]
-    want = np.stack(keys)[choice[:2], row, source[:2]]
-    size = np.sqrt((want**2).mean(axis=-1))
-    error = np.sqrt(((got - want) ** 2).mean(axis=-1)) / size
+    expected = np.stack(keys)[choice[:2], row, source[:2]]
+    size = np.sqrt((expected**2).mean(axis=-1))
+    error = np.sqrt(((actual - expected) ** 2).mean(axis=-1)) / size
     assert error.max() < tolerance
     # without the shift, keys differ far more
-    assert (np.sqrt(((keys[0][row, source[:2]] - want) ** 2).mean(axis=-1)) / size).max() > 0.5
+    assert (np.sqrt(((keys[0][row, source[:2]] - expected) ** 2).mean(axis=-1)) / size).max() > 0.5
 
 
 @pytest.mark.parametrize("rope", ["norm", "neox"])
@@ -317,28 +317,28 @@ def test_rotated_key_equals_the_key_at_the_shifted_position(tiny_model, rope, ty
 def test_rotated_key_matches_the_shift_of_llama_cpp(tiny_model, rope, yarn):
     shape = SHAPE | ({"yarn": yarn} if yarn else {})
     n, start, delta = 40, 100, 37
-    with opened(tiny_model(rope=rope, **shape)) as context:
+    with start_context(tiny_model(rope=rope, **shape)) as context:
         fill(context, n, pos_0=start)
         plain = look(context)
         memory = api.llama_get_memory(context._context)
         api.llama_memory_seq_add(memory, 0, 0, -1, delta)
         # the shift is only applied by the next decode
         fill(context, 1, pos_0=start + n + delta)
-        want = look(context)
-    with opened(tiny_model(rope=rope, **shape)) as context:
+        expected = look(context)
+    with start_context(tiny_model(rope=rope, **shape)) as context:
         fill(context, n, pos_0=start)
         stays = np.tile(np.arange(n), (N_ROW, 1))
         context.apply(moves_of(stays, np.full_like(stays, delta)), n, start + delta)
-        got = look(context)
+        actual = look(context)
     for layer in range(2):
-        turned, shifted = got.keys(layer, 2), want.keys(layer, 2)[:n]
+        turned, shifted = actual.keys(layer, 2), expected.keys(layer, 2)[:n]
         # llama.cpp's own shift multiplies keys by YaRN's magnitude a second time. kvtool's shift does not
-        again = 1 + 0.1 * np.log(yarn) if yarn else 1
-        assert np.abs(turned - shifted / again).max() < 1e-4
+        yarn_scale = 1 + 0.1 * np.log(yarn) if yarn else 1
+        assert np.abs(turned - shifted / yarn_scale).max() < 1e-4
         size = np.linalg.norm(plain.keys(layer, 2), axis=-1)
         assert np.abs(np.linalg.norm(turned, axis=-1) / size - 1).max() < 1e-4
         assert np.abs(turned - plain.keys(layer, 2)).max() > 0.5
-    assert (by_row(got, "v") == by_row(plain, "v")).all()
+    assert (by_row(actual, "v") == by_row(plain, "v")).all()
 
 
 # signals
@@ -356,19 +356,19 @@ AT_THE_EDGE = 0.02
 @pytest.mark.parametrize("batches", [[1], [2], [3, 1], [7, 64, 1, 1], [64] * 6], ids=str)
 def test_attention_sums_to_one_per_query_and_head(tiny_model, n_head_kv, flash, batches):
     path = tiny_model(**(SHAPE | {"n_head_kv": n_head_kv}))
-    with opened(path, n_cell=512, signals=BOTH, flash=flash) as context:
-        at, text = 0, tokens(sum(batches))
+    with start_context(path, n_cell=512, signals=BOTH, flash=flash) as context:
+        begin, text = 0, tokens(sum(batches))
         for n in batches:  # with [64] * 6, attention has to cover more than 256 cells
-            context.decode(text[at : at + n], at, 1)
-            at += n
+            context.decode(text[begin : begin + n], begin, 1)
+            begin += n
         attn, last = context.read(Signal.ATTENTION, 512), context.read(Signal.LAST, 512)
     group = 4 // n_head_kv
     assert attn.shape == (2 * n_head_kv, 512)
-    assert np.abs(attn.sum(axis=1) / (group * at) - 1).max() < 1e-4
+    assert np.abs(attn.sum(axis=1) / (group * begin) - 1).max() < 1e-4
     assert np.abs(last.sum(axis=1) / group - 1).max() < 1e-4
-    assert (attn[:, at:] == 0).all()
-    assert (last[:, at:] == 0).all()
-    assert (attn[:, :at] > 0).all()
+    assert (attn[:, begin:] == 0).all()
+    assert (last[:, begin:] == 0).all()
+    assert (attn[:, :begin] > 0).all()
 
 
 @pytest.mark.parametrize("rope", ["norm", "neox"])
@@ -377,21 +377,21 @@ def test_attention_sums_to_one_per_query_and_head(tiny_model, n_head_kv, flash, 
 def test_signals_match_the_definition_after_each_step(tiny_model, rope, flash, kind):
     path = tiny_model(rope=rope, **SHAPE)
     stream = transformer.Stream(transformer.Llama(path))
-    with opened(path, signals=BOTH, flash=flash, type_k=kind, type_v=kind) as context:
+    with start_context(path, signals=BOTH, flash=flash, type_k=kind, type_v=kind) as context:
         for part in np.split(tokens(40), [23, 24, 25]):
             context.decode(part, stream.next, 1)
             stream.decode(part)
             rows = [row for rows in stream.rows for row in rows]
             for signal, name in ((Signal.ATTENTION, "mass"), (Signal.LAST, "last")):
-                want = np.stack([getattr(row, name) for row in rows])
-                error = np.abs(context.read(signal, stream.next) - want)
+                expected = np.stack([getattr(row, name) for row in rows])
+                error = np.abs(context.read(signal, stream.next) - expected)
                 assert error[FIRST_LAYER].max() < (TOLERANCE if kind == "f32" else F16_ROUNDING)
                 assert error.max() < (TOLERANCE if (flash, kind) == ("off", "f32") else F16_ROUNDING)
 
 
 @pytest.mark.parametrize("n_keep", [0, 5])
 def test_an_edit_clears_the_signals(tiny_model, n_keep):
-    with opened(tiny_model(**SHAPE), signals=BOTH) as context:
+    with start_context(tiny_model(**SHAPE), signals=BOTH) as context:
         for read_before in (True, False):  # with and without a copy of the signals in host memory
             fill(context, 9)
             if read_before:
@@ -404,20 +404,22 @@ def test_an_edit_clears_the_signals(tiny_model, n_keep):
 
 @pytest.mark.parametrize("read_before", [True, False])
 def test_clear_signals_keeps_cells_and_recent_attention(tiny_model, read_before):
-    every = Signal.RECENT | Signal.SQUARES | Signal.HITS | Signal.IMPORTANT | BOTH
+    all_signals = Signal.RECENT | Signal.SQUARES | Signal.HITS | Signal.IMPORTANT | BOTH
     values = []
     for clear in (lambda c: c.clear_signals(), lambda c: c.apply(NO_MOVES, 40, 0)):
-        with opened(tiny_model(**SHAPE), signals=every, n_query=9) as context:
+        with start_context(tiny_model(**SHAPE), signals=all_signals, n_query=9) as context:
             fill(context, 40)
             cells, recent = context.state(), context.history(Signal.RECENT, 40)
             if read_before:
-                assert all(context.read(signal, 40).any() for signal in Signal if signal & every)
+                assert all(context.read(signal, 40).any() for signal in Signal if signal & all_signals)
             clear(context)
             assert context.state() == cells
             assert (context.history(Signal.RECENT, 40) == recent).all()
-            assert not any(context.read(each, 256).any() for each in Signal if each & every & ~Signal.RECENT)
+            assert not any(
+                context.read(each, 256).any() for each in Signal if each & all_signals & ~Signal.RECENT
+            )
             fill(context, 7, 40, seed=1)
-            values.append([context.read(each, 47) for each in Signal if each & every])
+            values.append([context.read(each, 47) for each in Signal if each & all_signals])
     np.testing.assert_allclose(*values, rtol=0, atol=1e-2 if ON_CUDA else 0)
 
 
@@ -430,8 +432,8 @@ def queries_ago(stream, since):
     rows = [row for rows in stream.rows for row in rows]
     ago = np.zeros((len(rows), stream.next), np.int64)
     for number, row in enumerate(rows):
-        for cell, seen in enumerate(row.seen):
-            hits = [query for query, (t, heads) in enumerate(seen, cell) if max(heads) * t >= 1]
+        for cell, steps in enumerate(row.seen):
+            hits = [query for query, (t, heads) in enumerate(steps, cell) if max(heads) * t >= 1]
             if hits and hits[-1] >= since:
                 ago[number, cell] = stream.next - hits[-1]
     return ago
@@ -442,15 +444,15 @@ def queries_ago(stream, since):
 def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
     # the signal is read after every batch or after every third batch
     stream, since = transformer.Stream(transformer.Llama(tiny_model(**SHAPE))), 0
-    with opened(tiny_model(**SHAPE), signals=Signal.IMPORTANT, flash=flash) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.IMPORTANT, flash=flash) as context:
         for number, n in enumerate([17, 1, 5, 1, 1, 30, 2, 1, 1, 7, 1, 1], 1):
             part = tokens(n, seed=number)
             context.decode(part, stream.next, 1)
             stream.decode(part)
             if number % every == 0:
-                got, want = context.read(Signal.IMPORTANT, 256), queries_ago(stream, since)
-                assert (got[:, : stream.next] != want).mean() < AT_THE_EDGE
-                assert not got[:, stream.next :].any()
+                actual, expected = context.read(Signal.IMPORTANT, 256), queries_ago(stream, since)
+                assert (actual[:, : stream.next] != expected).mean() < AT_THE_EDGE
+                assert not actual[:, stream.next :].any()
             if number in (5, 7):
                 # an edit clears IMPORTANT
                 context.apply(NO_MOVES, stream.next, 0)
@@ -461,17 +463,17 @@ def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
 def test_important_continues_from_written_values(tiny_model):
     # written values are at least 100. Fewer than 100 queries are decoded below, so a value of 100 or more
     # comes from the write
-    written = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
-    written[:, ::7] = 0
+    values = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
+    values[:, ::7] = 0
     stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
     stream.decode(tokens(30))
-    with opened(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
+    with start_context(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
         fill(context, 30)
         context.apply(NO_MOVES, 30, 0)
         # these two queries do not count, because the write below replaces all values
         context.decode(tokens(2), 30, 1)
         stream.decode(tokens(2))
-        context.write(Signal.IMPORTANT, np.pad(written, ((0, 0), (0, 2))))
+        context.write(Signal.IMPORTANT, np.pad(values, ((0, 0), (0, 2))))
         n = 0
         for n_batch, reads in ((1, True), (4, False), (1, True), (1, False), (3, True)):
             part = tokens(n_batch, seed=n)
@@ -479,10 +481,10 @@ def test_important_continues_from_written_values(tiny_model):
             stream.decode(part)
             n += n_batch
             if reads:
-                got, want = context.read(Signal.IMPORTANT, 30), queries_ago(stream, 32)[:, :30]
-                assert (want == 0).any()
-                before = np.where(written > 0, written + n, 0)
-                assert (got != np.where(want > 0, want, before)).mean() < AT_THE_EDGE
+                actual, expected = context.read(Signal.IMPORTANT, 30), queries_ago(stream, 32)[:, :30]
+                assert (expected == 0).any()
+                before = np.where(values > 0, values + n, 0)
+                assert (actual != np.where(expected > 0, expected, before)).mean() < AT_THE_EDGE
 
 
 def last_queries(context, n_query, n):
@@ -495,8 +497,8 @@ def last_queries(context, n_query, n):
     stream.decode(tokens(n))
     recent = np.zeros((n_query, N_ROW, n))
     for number, row in enumerate(row for rows in stream.rows for row in rows):
-        for cell, seen in enumerate(row.seen):
-            for query, (_, heads) in enumerate(seen, cell - (n - n_query)):
+        for cell, steps in enumerate(row.seen):
+            for query, (_, heads) in enumerate(steps, cell - (n - n_query)):
                 if query >= 0:
                     recent[query, number, cell] = sum(heads)
     return recent
@@ -505,15 +507,15 @@ def last_queries(context, n_query, n):
 @pytest.mark.parametrize("batches", [[40], [33, 7], [39, 1], [3] * 13 + [1]])
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_recent_attention_is_stored_per_query(tiny_model, batches, flash):
-    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=9, flash=flash) as context:
-        at = 0
+    with start_context(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=9, flash=flash) as context:
+        begin = 0
         for n in batches:
-            context.decode(tokens(40)[at : at + n], at, 1)
-            at += n
+            context.decode(tokens(40)[begin : begin + n], begin, 1)
+            begin += n
         history = context.history(Signal.RECENT, 40)
-        want = last_queries(context, 9, 40)
+        expected = last_queries(context, 9, 40)
         tolerance = TOLERANCE if flash == "off" else 2e-2
-        np.testing.assert_allclose(history, want, atol=tolerance)
+        np.testing.assert_allclose(history, expected, atol=tolerance)
         np.testing.assert_allclose(context.read(Signal.RECENT, 40), history.sum(axis=0), atol=1e-6)
 
 
@@ -522,7 +524,7 @@ def test_recent_attention_is_stored_per_query(tiny_model, batches, flash):
 def test_edit_moves_recent_attention_with_its_cells(tiny_model, ragged, force_graph):
     n, n_keep = 30, np.array([11, 11, 11, 11] if not ragged else [11, 3, 0, 8])
     rows = n_keep if ragged else None
-    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7, ragged=ragged) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7, ragged=ragged) as context:
         fill(context, n)
         before = context.history(Signal.RECENT, n)
         assert (before.sum(axis=(0, 2)) > 6).all()
@@ -531,14 +533,14 @@ def test_edit_moves_recent_attention_with_its_cells(tiny_model, ragged, force_gr
         delta = np.random.default_rng(3).integers(0, 3, source.shape)
         merge = merge_of([(0, 2, [(5, 0.5), (2, 0.5)]), (3, 1, [(1, 0.5), (20, 0.5)])])
         context.apply(moves_of(source, delta), 11, n - 11, merge, n_keep_row=rows, force_graph=force_graph)
-        want = np.take_along_axis(before, source[None], axis=2)
-        want[:, np.arange(11) >= n_keep[:, None]] = 0
-        np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], want)
+        expected = np.take_along_axis(before, source[None], axis=2)
+        expected[:, np.arange(11) >= n_keep[:, None]] = 0
+        np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], expected)
         assert not context.history(Signal.RECENT, n)[..., 11:].any()
         # new queries replace the oldest queries, and a new cell has no attention from earlier queries
         context.decode(tokens(2, seed=1), n, 1)
         after = context.history(Signal.RECENT, 13)
-        np.testing.assert_array_equal(after[:5, :, :11], want[2:])
+        np.testing.assert_array_equal(after[:5, :, :11], expected[2:])
         for row, end in enumerate(n_keep):
             assert not after[:5, row, end:].any()
             assert (after[5:, row, end] > 0).all()
@@ -546,7 +548,7 @@ def test_edit_moves_recent_attention_with_its_cells(tiny_model, ragged, force_gr
 
 
 def test_hidden_cells_leave_recent_attention_empty(tiny_model):
-    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
         fill(context, 30)
         context.hide(30)
         assert not context.history(Signal.RECENT, 30).any()
@@ -556,13 +558,13 @@ def test_hidden_cells_leave_recent_attention_empty(tiny_model):
 
 
 def test_recent_attention_continues_from_written_values(tiny_model):
-    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
         fill(context, 30)
         cells = [context.cells(layer, 30) for layer in range(2)]
         history = context.history(Signal.RECENT, 30)
         context.decode(tokens(3), 30, 1)
-        want = context.read(Signal.RECENT, 33)
-    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        expected = context.read(Signal.RECENT, 33)
+    with start_context(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
         # decode 45 tokens, not 30 as above, so that the oldest query is at another index of the ring buffer
         fill(context, 45, seed=5)
         for layer in range(2):
@@ -571,29 +573,29 @@ def test_recent_attention_continues_from_written_values(tiny_model):
         context.write(Signal.RECENT, history)
         np.testing.assert_array_equal(context.history(Signal.RECENT, 30), history)
         context.decode(tokens(3), 30, 1)
-        np.testing.assert_array_equal(context.read(Signal.RECENT, 33), want)
+        np.testing.assert_array_equal(context.read(Signal.RECENT, 33), expected)
 
 
 def test_recent_attention_of_another_number_of_queries_is_refused(tiny_model):
-    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
         with pytest.raises(LibraryError, match="n_query must be 7, got 8"):
             context.write(Signal.RECENT, np.zeros((8, N_ROW, 5)))
         with pytest.raises(LibraryError, match=r"n_row must be 4 and n_cell in 0\.\.256, got 3 and 5"):
             context.write(Signal.RECENT, np.zeros((7, 3, 5)))
     refusal = pytest.raises(LibraryError, match="signal 4 is not enabled")
-    with opened(tiny_model(**SHAPE), signals=BOTH) as context, refusal:
+    with start_context(tiny_model(**SHAPE), signals=BOTH) as context, refusal:
         context.history(Signal.RECENT, 5)
 
 
 def test_reading_a_signal_that_is_not_enabled_is_refused(tiny_model):
-    with opened(tiny_model(**SHAPE), signals=Signal.LAST) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.LAST) as context:
         fill(context, 5)
         assert context.read(Signal.LAST, 5).any()
         with pytest.raises(LibraryError, match="signal 1 is not enabled"):
             context.read(Signal.ATTENTION, 5)
         with pytest.raises(LibraryError, match="signal 3 is not enabled"):
             context.read(BOTH, 5)
-    with opened(tiny_model(**SHAPE)) as context:
+    with start_context(tiny_model(**SHAPE)) as context:
         fill(context, 5)
         with pytest.raises(LibraryError, match="not enabled"):
             context.read(Signal.LAST, 5)
@@ -639,7 +641,7 @@ BAD_RANGES = {
 
 
 @contextmanager
-def refused(context):
+def assert_refused(context):
     """Assert that the edit inside raises LibraryError and does not change any byte of the cache."""
     before = context.state()
     with pytest.raises(LibraryError, match="llama.cpp refused: .+"):
@@ -649,43 +651,43 @@ def refused(context):
 
 
 @pytest.fixture
-def filled(tiny_model):
-    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+def filled_context(tiny_model):
+    with start_context(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
         fill(context, 20)
         yield context
 
 
 @pytest.mark.parametrize("moves", BAD_MOVES.values(), ids=BAD_MOVES.keys())
 @either_path
-def test_invalid_moves_are_refused(filled, moves, force_graph):
+def test_invalid_moves_are_refused(filled_context, moves, force_graph):
     moves = np.array(moves, np.int64).astype(np.int32)
-    with refused(filled):
-        filled.apply(moves, 20, 0, force_graph=force_graph)
+    with assert_refused(filled_context):
+        filled_context.apply(moves, 20, 0, force_graph=force_graph)
 
 
 @pytest.mark.parametrize("terms", BAD_TERMS.values(), ids=BAD_TERMS.keys())
 @either_path
-def test_invalid_merges_are_refused(filled, terms, force_graph):
-    with refused(filled):
-        filled.apply(np.array([GOOD_MOVE]), 20, 0, merge_of(terms), force_graph=force_graph)
+def test_invalid_merges_are_refused(filled_context, terms, force_graph):
+    with assert_refused(filled_context):
+        filled_context.apply(np.array([GOOD_MOVE]), 20, 0, merge_of(terms), force_graph=force_graph)
 
 
 @pytest.mark.parametrize(("n_keep", "pos_0"), BAD_RANGES.values(), ids=BAD_RANGES.keys())
-def test_invalid_cell_counts_and_positions_are_refused(filled, n_keep, pos_0):
-    with refused(filled):
-        filled.apply(np.array([GOOD_MOVE]), n_keep, pos_0)
+def test_invalid_cell_counts_and_positions_are_refused(filled_context, n_keep, pos_0):
+    with assert_refused(filled_context):
+        filled_context.apply(np.array([GOOD_MOVE]), n_keep, pos_0)
 
 
-def test_a_refused_edit_keeps_the_signals(filled):
-    before = filled.read(Signal.ATTENTION, 20)
-    with refused(filled):
-        filled.apply(NO_MOVES, -1, 0)
-    assert (filled.read(Signal.ATTENTION, 20) == before).all()
+def test_a_refused_edit_keeps_the_signals(filled_context):
+    before = filled_context.read(Signal.ATTENTION, 20)
+    with assert_refused(filled_context):
+        filled_context.apply(NO_MOVES, -1, 0)
+    assert (filled_context.read(Signal.ATTENTION, 20) == before).all()
 
 
-def test_reading_more_cells_than_there_are_is_refused(filled):
+def test_reading_more_cells_than_there_are_is_refused(filled_context):
     with pytest.raises(LibraryError, match="n_row must be 4 and n_cell in 0..256, got 4 and 257"):
-        filled.read(Signal.ATTENTION, 257)
+        filled_context.read(Signal.ATTENTION, 257)
 
 
 # sizes, hidden cells, keys, ragged rows
@@ -694,8 +696,8 @@ def test_reading_more_cells_than_there_are_is_refused(filled):
 @every_cache
 def test_resizing_the_cache_keeps_every_byte_and_the_logits(tiny_model, type_k, type_v, flash):
     caches = {"type_k": type_k, "type_v": type_v, "flash": flash}
-    every = {"signals": BOTH | Signal.RECENT, "n_query": 7}
-    with opened(tiny_model(**SHAPE), **every, **caches) as context:
+    options = {"signals": BOTH | Signal.RECENT, "n_query": 7}
+    with start_context(tiny_model(**SHAPE), **options, **caches) as context:
         fill(context, 70)
         small, before = context.cache_bytes, context.state()
         attention, recent = context.read(Signal.ATTENTION, 70), context.history(Signal.RECENT, 256)
@@ -709,7 +711,7 @@ def test_resizing_the_cache_keeps_every_byte_and_the_logits(tiny_model, type_k, 
             assert not history[..., 256:].any()
         context.decode(tokens(3), 70, 1)
         after = context.logits().copy(), context.state()
-    with opened(tiny_model(**SHAPE), **every, **caches) as context:
+    with start_context(tiny_model(**SHAPE), **options, **caches) as context:
         fill(context, 70)
         context.decode(tokens(3), 70, 1)
         assert (context.logits() == after[0]).all()
@@ -727,7 +729,7 @@ def test_no_memory_tolerates_lines_logged_by_another_thread(monkeypatch):
 
 
 def test_a_larger_cache_holds_more_tokens(tiny_model):
-    with opened(tiny_model(**SHAPE)) as context:
+    with start_context(tiny_model(**SHAPE)) as context:
         fill(context, 256)
         with pytest.raises(LibraryError, match=r"cannot decode \(status 1\)"):
             context.decode(tokens(1), 256, 1)
@@ -741,7 +743,7 @@ def test_step_without_memory_suggests_a_smaller_budget(tiny_model, monkeypatch):
         log.log_tail.append("ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 8")
         return -2
 
-    with opened(tiny_model(**SHAPE)) as context:
+    with start_context(tiny_model(**SHAPE)) as context:
         monkeypatch.setattr(decoder.api, "llama_decode", decode)
         with pytest.raises(OutOfMemory, match="for a step of 3 tokens: .*; choose a smaller --budget"):
             context.decode(tokens(3), 0, 1)
@@ -759,31 +761,31 @@ def test_step_without_memory_suggests_a_smaller_budget(tiny_model, monkeypatch):
         ([256, 512], "only ragged rows may differ"),
     ],
 )
-def test_invalid_cache_sizes_are_refused(filled, n_cell, complaint):
-    before = filled.state()
+def test_invalid_cache_sizes_are_refused(filled_context, n_cell, complaint):
+    before = filled_context.state()
     with pytest.raises(LibraryError, match=complaint):
-        filled.resize(np.array(n_cell))
-    assert filled.state() == before
-    assert filled.n_cell == 256
+        filled_context.resize(np.array(n_cell))
+    assert filled_context.state() == before
+    assert filled_context.n_cell == 256
 
 
 def test_hidden_cells_stay_and_get_no_attention(tiny_model):
-    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
         fill(context, 30)
         before = values_by_row(look(context))
         context.hide(30)
         fill(context, 9, seed=1)
-        alone = context.logits().copy()
+        expected = context.logits().copy()
         assert not context.read(Signal.ATTENTION, 39)[:, :30].any()
         context.apply(NO_MOVES, 39, 0)
         assert (values_by_row(look(context))[:, :30] == before).all()
         context.apply(NO_MOVES, 0, 0)
         fill(context, 9, seed=1)
-        assert np.abs(context.logits() - alone).max() < 1e-5
+        assert np.abs(context.logits() - expected).max() < 1e-5
 
 
 def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
-    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+    with start_context(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
         fill(context, 30)
         context.hide(30)
         context.resize(np.full(2, 512))
@@ -796,7 +798,7 @@ def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
 
 
 def test_failed_resize_leaves_the_cache_unchanged(tiny_model):
-    with opened(tiny_model(**SHAPE), ragged=True, signals=Signal.ATTENTION) as context:
+    with start_context(tiny_model(**SHAPE), ragged=True, signals=Signal.ATTENTION) as context:
         fill(context, 12)
         n_bytes = context.cache_bytes
         with pytest.raises(LibraryError, match="no memory for the cache"):
@@ -863,7 +865,7 @@ def test_failed_allocation_of_a_cache_raises_out_of_memory(tiny_model, signals, 
             OutOfMemory,
             match=r"^no memory for a cache of 512 cells and batches of \d+ tokens: .*; choose a smaller",
         )
-        with refusal, opened(path, 512, signals=signals, n_query=30 if signals else 0):
+        with refusal, start_context(path, 512, signals=signals, n_query=30 if signals else 0):
             pass
     assert len(unused) < 2
 
@@ -877,7 +879,7 @@ def test_failed_allocation_of_a_cache_raises_out_of_memory(tiny_model, signals, 
     ids=["second layer", "recent attention"],
 )
 def test_a_resize_without_memory_is_undone(tiny_model, signals, fails):
-    with opened(tiny_model(**SHAPE), signals=signals, n_query=30 if signals else 0) as context:
+    with start_context(tiny_model(**SHAPE), signals=signals, n_query=30 if signals else 0) as context:
         fill(context, 12)
         before = context.state(), signals and context.history(signals, 256).tobytes()
         refusal = pytest.raises(LibraryError, match="no memory for the cache$")
@@ -893,7 +895,7 @@ def test_a_resize_without_memory_is_undone(tiny_model, signals, fails):
 @pytest.mark.parametrize("n_cell", [(512, 1024), (512, 256)], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_failed_undo_of_a_resize_makes_the_context_unusable(tiny_model, flash, n_cell):
-    with opened(tiny_model(**SHAPE), n_cell[0], signals=BOTH, flash=flash) as context:
+    with start_context(tiny_model(**SHAPE), n_cell[0], signals=BOTH, flash=flash) as context:
         fill(context, 12)
         message = "no memory to resize the cache, nor to undo it; close this context and open a new one"
         with failing_caches(False, True, True) as unused, pytest.raises(LibraryError, match=message):
@@ -912,7 +914,7 @@ def test_failed_undo_of_a_resize_makes_the_context_unusable(tiny_model, flash, n
 
 
 def test_decode_without_room_in_ragged_rows_changes_nothing(tiny_model):
-    with opened(tiny_model(**SHAPE), ragged=True) as context:
+    with start_context(tiny_model(**SHAPE), ragged=True) as context:
         fill(context, 12)
         context.resize(np.array([16, 14]))
         with pytest.raises(LibraryError, match=r"layer 1: 14 cells cannot hold 12 \+ 3 tokens"):
@@ -921,28 +923,28 @@ def test_decode_without_room_in_ragged_rows_changes_nothing(tiny_model):
         assert np.isfinite(context.logits()).all()
 
 
-def test_reading_keys_of_missing_cells_is_refused(filled):
+def test_reading_keys_of_missing_cells_is_refused(filled_context):
     with pytest.raises(LibraryError, match="row 2 has 256 cells, of which cells 255..257 were asked for"):
-        filled.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
+        filled_context.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
     with pytest.raises(LibraryError, match="row 0 has 256 cells, of which cells -1..1 were"):
-        filled.read_keys(np.array([-1, 0, 0, 0]), np.zeros((4, 3)))
+        filled_context.read_keys(np.array([-1, 0, 0, 0]), np.zeros((4, 3)))
     with pytest.raises(LibraryError, match="n_row must be 4"):
-        filled.read_keys(np.zeros(3), np.zeros((3, 3)))
-    assert filled.read_keys(np.zeros(4), np.zeros((4, 0))).shape == (4, 0, 64)
+        filled_context.read_keys(np.zeros(3), np.zeros((3, 3)))
+    assert filled_context.read_keys(np.zeros(4), np.zeros((4, 0))).shape == (4, 0, 64)
 
 
 @pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0"])
 def test_read_keys_returns_stored_keys_with_the_requested_rotation(tiny_model, type_k):
-    with opened(tiny_model(**SHAPE), type_k=type_k, type_v="f16") as context:
+    with start_context(tiny_model(**SHAPE), type_k=type_k, type_v="f16") as context:
         fill(context, 12)
         first = np.array([0, 3, 5, 1])
         keys = context.read_keys(first, np.zeros((4, 7)))
-        stored = look(context)
-        stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
+        stored_cells = look(context)
+        stored_cells = np.concatenate([stored_cells.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
         for row in range(N_ROW):
-            want = stored[row, first[row] : first[row] + 7]
+            expected = stored_cells[row, first[row] : first[row] + 7]
             # quantized keys are stored after a Hadamard rotation, so only products of keys are compared
-            assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
+            assert np.abs(keys[row] @ keys[row].T - expected @ expected.T).max() < 1e-2
         turned = context.read_keys(first, np.full((4, 7), 9))
         assert np.abs(turned - keys).max() > 0.1
         assert np.abs(np.linalg.norm(turned, axis=2) - np.linalg.norm(keys, axis=2)).max() < 1e-2
@@ -953,7 +955,7 @@ def test_ragged_rows_are_edited_and_resized_independently(tiny_model, type_v, fl
     if type_v == "q8_0" and has_gpu():
         pytest.skip("refused there")
     counts = np.array([3, 9, 1, 5])
-    with opened(tiny_model(**SHAPE), ragged=True, type_v=type_v, type_k="f32", flash=flash) as context:
+    with start_context(tiny_model(**SHAPE), ragged=True, type_v=type_v, type_k="f32", flash=flash) as context:
         fill(context, 12)
         context.apply(NO_MOVES, 9, 3, n_keep_row=counts)
         keys = [context.read_keys(np.zeros(4), np.zeros((4, 1)))]
@@ -979,7 +981,7 @@ def test_ragged_rows_are_edited_and_resized_independently(tiny_model, type_v, fl
     ],
 )
 def test_invalid_cell_counts_of_ragged_rows_are_refused(tiny_model, n_keep, n_keep_row, complaint):
-    with opened(tiny_model(**SHAPE), ragged=True) as context:
+    with start_context(tiny_model(**SHAPE), ragged=True) as context:
         fill(context, 12)
         rows = None if n_keep_row is None else np.array(n_keep_row)
         with pytest.raises(LibraryError, match=complaint):
@@ -988,14 +990,14 @@ def test_invalid_cell_counts_of_ragged_rows_are_refused(tiny_model, n_keep, n_ke
             context.state()
 
 
-def test_cell_counts_per_row_are_refused_without_ragged_rows(filled):
-    with refused(filled):
-        filled.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
+def test_cell_counts_per_row_are_refused_without_ragged_rows(filled_context):
+    with assert_refused(filled_context):
+        filled_context.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
 
 
 def test_random_edits_are_applied_completely_or_not_at_all(tiny_model):
     n_refused = 0
-    with opened(tiny_model(**SHAPE), type_k="f16", type_v="f16") as context:
+    with start_context(tiny_model(**SHAPE), type_k="f16", type_v="f16") as context:
         fill(context, 100)
         for seed in range(200):
             rng = np.random.default_rng(seed)
@@ -1066,6 +1068,6 @@ def test_loaded_library_has_the_right_abi():
 def test_a_quantized_v_cache_without_flash_attention_is_a_usage_error(tiny_model):
     with (
         pytest.raises(UsageError, match="needs flash attention"),
-        opened(tiny_model(**SHAPE), type_v="q8_0", flash="off"),
+        start_context(tiny_model(**SHAPE), type_v="q8_0", flash="off"),
     ):
         pass

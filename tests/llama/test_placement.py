@@ -30,7 +30,7 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.loaded.placement import Placement, parse_overrides, parse_shares
 from kvtool.models.header import read
 from tests.engine import rpc_server
-from tests.engine.running import LOGITS, text
+from tests.engine.exact_engines import LOGIT_TOLERANCE, random_tokens
 
 # every layer has six tensors of experts: three matrices with a bias each
 N_LAYER, N_EXPERTS, N_CELL = 4, 6, 256
@@ -104,7 +104,7 @@ def client(path, path_mtp, *endpoints):
                 ExitStack() as stack,
             ):
                 context = stack.enter_context(closing(Context(model, N_CELL, 32, **exact)))
-                context.decode(text(32), 0, 32)
+                context.decode(random_tokens(32), 0, 32)
                 results.append([model.is_on_gpu, model.only_gpu, context.logits().tolist()])
         except UsageError as error:
             results.append(str(error))
@@ -122,7 +122,7 @@ def path_mtp(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def placed(path, path_mtp):
+def placement_runs(path, path_mtp):
     """Return (names of the devices, names of their buffers, result of each run, log of each run)."""
     with ExitStack() as stack:
         endpoints = [] if has_gpu() else [stack.enter_context(rpc_server.running()) for _ in range(2)]
@@ -152,11 +152,11 @@ def experts(n_layer, but=()):
 
 
 @pytest.mark.parametrize("run", OF_ONE)
-def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, path, run):
-    _, on_gpu, results, logs = placed
+def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placement_runs, path, run):
+    _, on_gpu, results, logs = placement_runs
     tensors = moved(logs[run])
     assert len(experts(1)) == N_EXPERTS
-    wanted = {
+    expected = {
         "cpu-moe": experts(N_LAYER),
         "n-cpu-moe 2": experts(2),
         "n-cpu-moe 99999999": experts(N_LAYER),
@@ -167,36 +167,36 @@ def test_overrides_put_tensors_into_host_memory_and_change_no_logits(placed, pat
         layers = range(N_LAYER)
         ups = {f"blk.{i}.ffn_up_exps.{end}" for i in layers for end in ("weight", "bias")}
         keys = {f"blk.{i}.attn_k.{end}" for i in layers for end in ("weight", "bias")}
-        wanted[run] = ups | keys
+        expected[run] = ups | keys
     # buffers that are not on a GPU are in host memory. Their names differ: for example, CUDA copies faster
     # from its own type of host memory, CUDA_Host
-    assert {name for buffer in tensors if buffer not in on_gpu for name in tensors[buffer]} == wanted[run]
+    assert {name for buffer in tensors if buffer not in on_gpu for name in tensors[buffer]} == expected[run]
     own_mib = device_mib(logs[run], on_gpu)
-    assert own_mib < device_mib(logs["plain"], on_gpu) if wanted[run] else own_mib > 0
+    assert own_mib < device_mib(logs["plain"], on_gpu) if expected[run] else own_mib > 0
     assert any(name.startswith("blk.1.attn") for name in tensors.get(on_gpu[0], ())) == (run == "before")
     # attention and cache stay on the devices
     is_on_gpu, _, logits = results[run]
     assert is_on_gpu
     assert not re.search(r"CPU KV buffer size", logs[run])
-    assert np.abs(np.array(logits) - results["plain"][2]).max() < LOGITS
+    assert np.abs(np.array(logits) - results["plain"][2]).max() < LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize("run", LIMITED)
-def test_device_with_little_memory_gets_the_layers_that_fit(placed, path, run):
-    _, on_gpu, results, logs = placed
-    held, room = device_mib(logs[run], on_gpu), LIMITED[run] * all_mib(path)
+def test_device_with_little_memory_gets_the_layers_that_fit(placement_runs, path, run):
+    _, on_gpu, results, logs = placement_runs
+    used, room = device_mib(logs[run], on_gpu), LIMITED[run] * all_mib(path)
     # less room is left than a layer takes. Otherwise the devices would get another layer
-    assert room - all_mib(path) / N_LAYER < held <= room
+    assert room - all_mib(path) / N_LAYER < used <= room
     assert "the GPU has room for" in logs[run]
-    assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
+    assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize("run", MTP)
-def test_device_gets_the_layers_that_fit_with_an_mtp_layer(placed, path_mtp, run):
-    _, on_gpu, results, logs = placed
+def test_device_gets_the_layers_that_fit_with_an_mtp_layer(placement_runs, path_mtp, run):
+    _, on_gpu, results, logs = placement_runs
     is_loaded, share = MTP[run]
-    held, room = device_mib(logs[run], on_gpu), share * all_mib(path_mtp, is_loaded)
-    assert room - all_mib(path_mtp, is_loaded) / N_LAYER < held <= room
+    used, room = device_mib(logs[run], on_gpu), share * all_mib(path_mtp, is_loaded)
+    assert room - all_mib(path_mtp, is_loaded) / N_LAYER < used <= room
     # the output and the MTP layer count as layers, even if the MTP layer is not loaded
     assert ("the GPU has room for" in logs[run]) == (share < 1)
     assert f" of {N_LAYER + 2} layers" in logs[run] or share == 1
@@ -213,18 +213,18 @@ def test_device_gets_the_layers_that_fit_with_an_mtp_layer(placed, path_mtp, run
         ("split-mode none", [1] * 5),
     ],
 )
-def test_layers_are_divided_by_tensor_split_and_split_mode(placed, run, of_layers):
-    names, _, results, logs = placed
+def test_layers_are_divided_by_tensor_split_and_split_mode(placement_runs, run, of_layers):
+    names, _, results, logs = placement_runs
     assert len(names) == 2
     assigned = re.findall(r"layer +\d+ assigned to device (\S+),", logs[run])
     assert assigned == [names[i] for i in of_layers]
     assert results[run][1] == (1 if run == "split-mode none" else None)
-    assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGITS
+    assert np.abs(np.array(results[run][2]) - results["plain"][2]).max() < LOGIT_TOLERANCE
 
 
 @pytest.mark.skipif(has_gpu(), reason="one device")
-def test_a_draft_model_stays_on_this_machine(placed):
-    *_, results, logs = placed
+def test_a_draft_model_stays_on_this_machine(placement_runs):
+    *_, results, logs = placement_runs
     # --main-gpu 1 puts a model on the second worker. A draft model must ignore this option, so that it stays
     # on this machine
     assert results["draft"]
@@ -233,8 +233,8 @@ def test_a_draft_model_stays_on_this_machine(placed):
     assert assigned == ["CPU"] * (N_LAYER + 1)
 
 
-def test_invalid_placements_are_refused_with_the_available_devices(placed):
-    names, on_gpu, results, _ = placed
+def test_invalid_placements_are_refused_with_the_available_devices(placement_runs):
+    names, on_gpu, results, _ = placement_runs
     listed = f"{', '.join(names)} ({len(names)})"
     assert results["buffer"].startswith("--override-tensor: there is no buffer 'CUDA7'; there are: ")
     assert set(results["buffer"].partition("are: ")[2].split(", ")) == {"CPU", *on_gpu}
@@ -245,8 +245,8 @@ def test_invalid_placements_are_refused_with_the_available_devices(placed):
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_without_a_gpu_everything_stays_in_host_memory(path):
-    every = Placement(((".*", "CPU"),), (3,) * 99, 5, "row")
-    with closing(Model(path, placement=every)) as model:
+    placement = Placement(((".*", "CPU"),), (3,) * 99, 5, "row")
+    with closing(Model(path, placement=placement)) as model:
         assert not model.is_on_gpu
     with pytest.raises(UsageError, match="there is no buffer 'CUDA0'; there are: CPU"):
         Model(path, placement=Placement((("exps", "CUDA0"),)))

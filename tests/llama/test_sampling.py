@@ -32,9 +32,9 @@ from kvtool.llama.libllama.library import api
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_chat_session import exported, talk  # noqa: F401
-from tests.engine.running import LOGITS, open_engine
+from tests.engine.exact_engines import LOGIT_TOLERANCE, open_engine
 
 A, B, C, D = (3 + ord(letter) for letter in "abcd")
 
@@ -46,15 +46,15 @@ def engine(chat_model):
         yield engine
 
 
-def logits_of(engine, **known):
+def logits_of(engine, **values):
     """Return logits that have the given values for some letters, and -20 for all other tokens."""
     logits = np.full(engine.model.n_vocab, -20, np.float32)
-    for letter, logit in known.items():
+    for letter, logit in values.items():
         logits[3 + ord(letter)] = logit
     return logits
 
 
-def drawn(engine, sampler, logits, n):
+def draw_tokens(engine, sampler, logits, n):
     """Return n tokens that are sampled from the same logits."""
     tokens = []
     for _ in range(n):
@@ -66,7 +66,7 @@ def drawn(engine, sampler, logits, n):
 def many(engine, logits, n=400, **settings):
     """Return the set of tokens in n draws at temperature 1."""
     sampler = Sampler(engine.model, Sampling(temp=1, **settings), seed=1)
-    tokens = set(drawn(engine, sampler, logits, n))
+    tokens = set(draw_tokens(engine, sampler, logits, n))
     sampler.close()
     return tokens
 
@@ -90,17 +90,17 @@ def test_penalties_match_the_definition(engine, settings):
     base = rng.normal(0, 1, engine.model.n_vocab).astype(np.float32)
     sampling = Sampling(**settings)
     sampler = Sampler(engine.model, sampling)
-    written = []
-    for token in drawn(engine, sampler, base, 150):
+    tokens = []
+    for token in draw_tokens(engine, sampler, base, 150):
         logits = base.astype(np.float64)
-        recent = written[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
+        recent = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
         for past in set(recent):
             logits[past] *= sampling.repeat_penalty if logits[past] <= 0 else 1 / sampling.repeat_penalty
             logits[past] -= recent.count(past) * sampling.frequency_penalty + sampling.presence_penalty
         assert token == logits.argmax()
-        written.append(token)
+        tokens.append(token)
     sampler.close()
-    assert len(set(written)) == 1 or sampling.presence_penalty < 1
+    assert len(set(tokens)) == 1 or sampling.presence_penalty < 1
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 3])
@@ -117,9 +117,9 @@ def test_dry_matches_the_definition(engine, allowed):
             longest = max(
                 (
                     n
-                    for at in range(1, len(history))
-                    for n in range(1, at + 1)
-                    if history[at] == each and history[at - n : at] == history[len(history) - n :]
+                    for i in range(1, len(history))
+                    for n in range(1, i + 1)
+                    if history[i] == each and history[i - n : i] == history[len(history) - n :]
                 ),
                 default=0,
             )
@@ -128,7 +128,7 @@ def test_dry_matches_the_definition(engine, allowed):
         sampler.recent.clear()
         sampler.recent.extend(history)
         sampler.start(0)
-        assert drawn(engine, sampler, base, 1) == [logits.argmax()]
+        assert draw_tokens(engine, sampler, base, 1) == [logits.argmax()]
         n_changed += logits.argmax() != base.argmax()
     sampler.close()
     assert n_changed > 5
@@ -142,7 +142,7 @@ def test_dry_sequences_end_at_a_breaker(engine):
         # DRY penalizes a token that would lengthen a repetition. The text has a:b twice, and c follows the
         # first a:b, so c is penalized. With the breaker, a repetition cannot contain a colon. Then only b is
         # repeated, which is too short for a penalty
-        assert drawn(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
+        assert draw_tokens(engine, sampler, logits_of(engine, c=5, d=4), 1) == [expected]
         sampler.close()
 
 
@@ -151,7 +151,7 @@ def test_logit_bias_is_added_and_can_ban_tokens(engine):
     for bias, expected in ((((B, 1.5),), B), (((A, -math.inf), (B, -1.5)), C)):
         for settings in ({}, {"mirostat": 2}):
             sampler = Sampler(engine.model, Sampling(logit_bias=bias, **settings))
-            assert drawn(engine, sampler, logits, 1) == [expected]
+            assert draw_tokens(engine, sampler, logits, 1) == [expected]
             sampler.close()
     assert many(engine, logits, logit_bias=((A, -math.inf),)) == {B, C}
     with pytest.raises(UsageError, match=r"token 320 is not in the vocabulary, which is 0\.\.319"):
@@ -164,13 +164,13 @@ def test_typical_keeps_the_tokens_of_expected_surprise(engine, p):
     logits = np.full(engine.model.n_vocab, -80, np.float32)
     logits[A : A + 5] = np.log(chances)
     entropy = -(chances * np.log(chances)).sum()
-    kept, total = set(), 0.0
+    expected, total = set(), 0.0
     for at in np.argsort(abs(-np.log(chances) - entropy)):
-        kept.add(A + int(at))
+        expected.add(A + int(at))
         total += chances[at]
         if total > p:
             break
-    assert many(engine, logits, typical=p) == kept
+    assert many(engine, logits, typical=p) == expected
 
 
 def test_xtc_drops_all_above_its_threshold_but_the_least_likely(engine):
@@ -191,7 +191,7 @@ def test_mirostat_reaches_its_target_and_ignores_other_samplers(engine, version)
     for target in (2.0, 3.0, 4.0):
         sampling = Sampling(temp=1, top_k=1, presence_penalty=1000, mirostat=version, mirostat_ent=target)
         sampler = Sampler(engine.model, sampling, seed=2)
-        tokens = drawn(engine, sampler, logits, 1200)[200:]
+        tokens = draw_tokens(engine, sampler, logits, 1200)[200:]
         sampler.close()
         means.append(bits[tokens].mean())
     assert means == sorted(means)
@@ -235,10 +235,10 @@ def test_sampler_draws_like_a_llama_cpp_chain(engine, settings):
 def test_changed_settings_keep_recent_tokens_and_seed(engine):
     logits = logits_of(engine, a=5, b=4.5, c=1)
     sampler = Sampler(engine.model, Sampling(repeat_last_n=200), seed=9)
-    assert drawn(engine, sampler, logits, 90) == [A] * 90
+    assert draw_tokens(engine, sampler, logits, 90) == [A] * 90
     sampler.change(replace(sampler.settings, presence_penalty=1.0, repeat_last_n=80))
     assert (sampler.seed, len(sampler.recent)) == (9, 80)
-    assert drawn(engine, sampler, logits, 1) == [B]
+    assert draw_tokens(engine, sampler, logits, 1) == [B]
     settings = sampler.settings
     for wrong in ({"grammar": "root = x"}, {"logit_bias": ((999, 1.0),)}):
         with pytest.raises(UsageError):
@@ -259,7 +259,7 @@ def test_penalties_look_back_across_texts(engine, penalty):
     # b, and the text now ends with a and b again
     sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
     sampler.start(1)
-    assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
+    assert draw_tokens(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
     sampler.close()
 
 
@@ -307,22 +307,22 @@ def test_settings_out_of_range_are_refused_with_one_line(wrong, words):
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_command_refuses_a_setting_before_it_looks_for_a_model(command, typed, words):
     prompt = ["-p", "Hello"] if command == "generate" else []
-    done = called(command, "-m", "no-such-model", *prompt, *typed, stdin="")
+    done = run_kvtool(command, "-m", "no-such-model", *prompt, *typed, stdin="")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {words}\n")
 
 
 def test_logprobs_need_json():
-    done = called("generate", "-p", "Hello", "--logprobs", 2)
+    done = run_kvtool("generate", "-p", "Hello", "--logprobs", 2)
     assert (done.returncode, done.stderr) == (2, "kvtool: --logprobs needs --json\n")
 
 
 def test_chat_and_generate_and_python_have_the_same_settings():
     defaults = {name: getattr(Sampling, name) for name in declared(Sampling)}
     for command, temp in ((chat, 0.8), (generate, 0.4)):
-        shown = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+        expected = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
         actual = {name: each.default for name, each in inspect.signature(command).parameters.items()}
         for name, value in defaults.items():
-            assert actual[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
+            assert actual[name] == (expected.get(name, value) if not isinstance(value, tuple) else None)
         named = {"json_schema", "seed", "n", "think", "think_budget", "stop_loops"}
         assert {*defaults, *named} == set(declared(GenerationOptions))
 
@@ -475,10 +475,10 @@ def test_withheld_text_is_shown_before_an_error(scripted, monkeypatch):
         read(tokens, stop)
 
     monkeypatch.setattr(writer.engine, "read", fail_at_the_line_break)
-    shown = []
+    pieces = []
     with pytest.raises(InputError, match="full"):
-        shown.extend(writer.write())
-    assert shown == ["o", "n", "e", "\n"]
+        pieces.extend(writer.write())
+    assert pieces == ["o", "n", "e", "\n"]
 
 
 def test_chat_keeps_the_tokens_but_not_the_text_of_a_stop_string(scripted):
@@ -494,9 +494,11 @@ def test_chat_keeps_the_tokens_but_not_the_text_of_a_stop_string(scripted):
 
 def test_generate_ends_before_a_stop_string(smollm2):
     command = ("generate", "--raw", "-p", "One, two, three,", "-n", 12, "--temp", 0, "-t", 1, "-m", smollm2)
-    whole = called(*command).stdout
+    whole = run_kvtool(*command).stdout
     assert "five" in whole
-    assert called(*command, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
+    assert (
+        run_kvtool(*command, "--stop", "never", "--stop", "five").stdout == whole.partition("five")[0] + "\n"
+    )
 
 
 # log-probabilities
@@ -504,7 +506,7 @@ def test_generate_ends_before_a_stop_string(smollm2):
 
 def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
     text = "One, two, three,"
-    done = called(
+    done = run_kvtool(
         *("generate", "--raw", "-p", text, "-n", 6, "--seed", 1, "--temp", 2, "-t", 1, "-m", smollm2),
         *("--json", "--logprobs", 3, "--presence-penalty", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32"),
     )
@@ -518,12 +520,12 @@ def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
         for record in records:
             logits, nll = other.context.logits()[-1:].copy(), np.empty(1)
             token_nll(logits, np.array([record["id"]], np.int32), nll)
-            assert record["logprob"] == pytest.approx(-nll[0], abs=LOGITS)
+            assert record["logprob"] == pytest.approx(-nll[0], abs=LOGIT_TOLERANCE)
             assert record["token"] == model.piece(record["id"]).decode()
             top = record["top_logprobs"]
-            assert [each["id"] for each in top] == np.argsort(-logits[0])[:3].tolist()
-            assert [each["logprob"] for each in top] == sorted(
-                (each["logprob"] for each in top), reverse=True
+            assert [token["id"] for token in top] == np.argsort(-logits[0])[:3].tolist()
+            assert [token["logprob"] for token in top] == sorted(
+                (token["logprob"] for token in top), reverse=True
             )
             other.read(np.array([record["id"]], np.int32))
 
@@ -531,9 +533,9 @@ def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
 def test_logprobs_of_all_tokens_add_up_to_one(engine):
     model = engine.model
     record = logprobs(model, np.linspace(-900, 900, model.n_vocab, dtype=np.float32), 5, model.n_vocab)
-    assert sum(math.exp(each["logprob"]) for each in record["top_logprobs"]) == pytest.approx(1)
+    assert sum(math.exp(token["logprob"]) for token in record["top_logprobs"]) == pytest.approx(1)
     equal = logprobs(model, np.zeros(model.n_vocab, np.float32), 70, 4)
-    assert [each["id"] for each in equal["top_logprobs"]] == [0, 1, 2, 3]
+    assert [token["id"] for token in equal["top_logprobs"]] == [0, 1, 2, 3]
     assert equal["logprob"] == pytest.approx(-math.log(model.n_vocab))
     # a token that is only a part of a character
     assert logprobs(model, np.zeros(model.n_vocab, np.float32), 3 + 0xC3, 0) == {
@@ -567,8 +569,8 @@ def test_session_with_fewer_settings_continues_with_defaults(talk, tmp_path):  #
     path = tmp_path / "chat.kvs"
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--temp", "0").returncode == 0
     meta, arrays = sessions.read(path)
-    known = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-    for name in (declared(GenerationOptions).keys() & meta["options"].keys()) - {*known, "n"}:
+    names = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
+    for name in (declared(GenerationOptions).keys() & meta["options"].keys()) - {*names, "n"}:
         del meta["options"][name]
     sessions.write(path, meta, list(arrays.items()))
     done = talk(["two"])

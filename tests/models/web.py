@@ -15,26 +15,26 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         site, path = self.server.site, self.path.partition("?")[0]
-        asked_range = self.headers.get("Range")
-        site.requests.append((self.command, path, asked_range, self.headers.get("Authorization")))
+        byte_range = self.headers.get("Range")
+        site.requests.append((self.command, path, byte_range, self.headers.get("Authorization")))
         if path in site.redirects:
             code, headers = site.redirects[path]
             self._answer(code, headers, b"")
         elif path in site.errors:
             self._answer(*site.errors[path])
         elif path in site.files:
-            self._file(site, site.files[path], asked_range)
+            self._file(site, site.files[path], byte_range)
         else:
             self._answer(404, {}, b"")
 
     do_HEAD = do_GET
 
-    def _file(self, site, data, asked_range):
+    def _file(self, site, data, byte_range):
         tag = f'"{hashlib.md5(data).hexdigest()}"'
         headers = {"ETag": tag, "Content-Type": site.kind, "Accept-Ranges": "bytes"}
         code, start = 200, 0
-        if asked_range:
-            code, start = 206, int(asked_range.removeprefix("bytes=").removesuffix("-"))
+        if byte_range:
+            code, start = 206, int(byte_range.removeprefix("bytes=").removesuffix("-"))
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         if site.says_length:
             headers["Content-Length"] = str(len(data) - start)

@@ -21,7 +21,7 @@ def view_of(pos, next_pos=None, pinned=0, **fields):
     return View(pos, np.zeros(len(pos), np.int32), next_pos or int(pos.max()) + 1, pinned, **as_rows)
 
 
-def kept(view, plan):
+def kept_positions(view, plan):
     """Return the sorted positions of the tokens that stay in each row."""
     return [sorted(pos[keep].tolist()) for pos, keep in zip(view.pos, plan.keep, strict=True)]
 
@@ -30,7 +30,7 @@ def kept_at_first(policy, view):
     """Return the positions of the tokens that a policy's first plan keeps in the first row."""
     state = policy.start(len(view.pos), view.n_kv, 0 if view.keys is None else view.keys.shape[2])
     policy.observe(view, state)
-    return kept(view, policy.plan(view, state))[0]
+    return kept_positions(view, policy.plan(view, state))[0]
 
 
 class Cache:
@@ -81,18 +81,18 @@ class Cache:
         """Shuffle the old cells, append tokens in one step, and make up attention and keys."""
         self.shuffle()
         steps = np.arange(self.next, self.next + n_token)
-        seen = 1 + (steps if self.policy.t == "stream" else self.n_kv + np.arange(n_token))
+        n_seen = 1 + (steps if self.policy.t == "stream" else self.n_kv + np.arange(n_token))
         for row, live in enumerate(self.live):
             self.pos[row, live : live + n_token] = steps
         self.live += n_token
         self.keys = self.rng.integers(-2, 3, (len(self.rows), n_token, self.n_dim)).astype(np.float32)
         attention = self._attention(steps)
         self.n_new, self.next = n_token, self.next + n_token
-        self._reduce(attention, seen, steps)
+        self._reduce(attention, n_seen, steps)
         if self.reads_future:
             self._look_ahead()
         if self.twin:
-            self._record(attention, seen, steps)
+            self._record(attention, n_seen, steps)
 
     @property
     def reads_future(self):
@@ -106,7 +106,7 @@ class Cache:
         )
         self.value_norms = (self.rng.integers(0, 2 * self.n_value, shape[::2]) / 8).astype(np.float32)
 
-    def _record(self, attention, seen, steps):
+    def _record(self, attention, n_seen, steps):
         """Add the new tokens to `rows`, and update the record of every token."""
         for number, row in enumerate(self.rows):
             row += [
@@ -128,14 +128,18 @@ class Cache:
                 token["mass"] += float(received.sum())
                 token["last"] = float(received[:, -1].sum())
                 if self.reads_future:
-                    at = number, ..., cell_of[token["pos"]]
+                    index = number, ..., cell_of[token["pos"]]
                     token["future"] = list(
-                        zip(self.future_mean[at].tolist(), self.future_variance[at].tolist(), strict=True)
+                        zip(
+                            self.future_mean[index].tolist(),
+                            self.future_variance[index].tolist(),
+                            strict=True,
+                        )
                     )
-                    token["value_norm"] = float(self.value_norms[at])
+                    token["value_norm"] = float(self.value_norms[index])
                 token["seen"] += [
                     (int(t), received[:, i].tolist())
-                    for i, (step, t) in enumerate(zip(steps, seen, strict=True))
+                    for i, (step, t) in enumerate(zip(steps, n_seen, strict=True))
                     if step >= token["pos"]
                 ]
 
@@ -198,10 +202,10 @@ class Cache:
         """
         n_keep = keep.sum(axis=1)
         source = np.tile(np.arange(n_keep.max()), (len(keep), 1))
-        for row, (kept, n) in enumerate(zip(keep, n_keep, strict=True)):
-            holes = np.flatnonzero(~kept[:n])
-            source[row, holes] = n + np.flatnonzero(kept[n:])
-            stays = set(self.pos[row, : self.n_kv][kept].tolist())
+        for row, (keep_row, n) in enumerate(zip(keep, n_keep, strict=True)):
+            holes = np.flatnonzero(~keep_row[:n])
+            source[row, holes] = n + np.flatnonzero(keep_row[n:])
+            stays = set(self.pos[row, : self.n_kv][keep_row].tolist())
             self.rows[row] = [token for token in self.rows[row] if token["pos"] in stays]
         self.pos[:, : source.shape[1]] = np.take_along_axis(self.pos, source, axis=1)
         self.queries[..., : source.shape[1]] = np.take_along_axis(self.queries, source[None], axis=2)
@@ -222,9 +226,9 @@ class Cache:
         pos = self.live_pos()[:, None, None]
         return np.where((pos > steps[:, None]) | (pos < 0), np.float32(0), attention)
 
-    def _reduce(self, attention, seen, steps):
+    def _reduce(self, attention, n_seen, steps):
         """Set the signals by their definitions. seen i64[query]: number of tokens that a query has seen."""
-        important = attention * seen[:, None] >= 1
+        important = attention * n_seen[:, None] >= 1
         of_group = {
             "sum": attention.sum(axis=1),
             "max": attention.max(axis=1),

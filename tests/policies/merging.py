@@ -49,9 +49,9 @@ class Merging(Policy):
 
 def keep_and_merge(rows, *, next, pinned, budget, slack):
     window = max((budget - slack) // 2, 1)
-    kept = h2o.keep(rows, next=next, pinned=pinned, budget=budget, slack=slack, window=window, sinks=0)
+    positions = h2o.keep(rows, next=next, pinned=pinned, budget=budget, slack=slack, window=window, sinks=0)
     merges = []
-    for row, stay in zip(rows, kept, strict=True):
+    for row, stay in zip(rows, positions, strict=True):
         merges.append({})
         run = []
         for pos in [token["pos"] for token in row]:
@@ -60,4 +60,4 @@ def keep_and_merge(rows, *, next, pinned, budget, slack):
                 if len(run) > 1:
                     merges[-1][pos] = [(src, 1 / len(run)) for src in run]
                 run = []
-    return kept, merges
+    return positions, merges

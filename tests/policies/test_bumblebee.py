@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from fake_cache import Cache, kept
+from fake_cache import Cache, kept_positions
 from reference import bumblebee as twin
 from reference.random import splitmix64
 
@@ -61,8 +61,8 @@ def test_lazy_greedy_keeps_the_tokens_of_plain_greedy(phi, mixture, n_value):
     for n, n_keep in ((1, 1), (9, 1), (9, 8), (30, 11), (47, 20)):
         policy = fit(n_keep + 1, 1, phi=phi, mixture=mixture)
         view, rows = prompt(n, seed=n, n_row=3, n_value=n_value)
-        want = [sorted(twin.summary(row, (), n_keep, mixture, phi)) for row in rows]
-        assert kept(view, policy.compress(view)) == want
+        expected = [sorted(twin.summary(row, (), n_keep, mixture, phi)) for row in rows]
+        assert kept_positions(view, policy.compress(view)) == expected
 
 
 @pytest.mark.parametrize("cosine", ["shifted", "absolute"])
@@ -70,7 +70,7 @@ def test_lazy_greedy_keeps_the_tokens_of_plain_greedy(phi, mixture, n_value):
 def test_summary_uses_the_requested_similarity(greedy, cosine):
     view, rows = prompt(40, seed=3, n_row=4, n_value=400)
     # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
-    summaries = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
+    summaries = kept_positions(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
     assert summaries == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
     assert summaries != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
 
@@ -116,18 +116,18 @@ def test_summary_starts_with_sinks_pinned_and_newest_tokens(greedy, pinned):
     view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
     stays = {*range(max(2, pinned)), *range(36, 40)}
     # for such a small summary, stochastic greedy samples all remaining tokens, so it equals lazy greedy
-    want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
-    assert kept(view, policy.compress(view)) == want
-    assert all(stays <= set(row) for row in want)
+    expected = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
+    assert kept_positions(view, policy.compress(view)) == expected
+    assert all(stays <= set(row) for row in expected)
     # greedy starts with the tokens of `stays`. If it started with none, it would choose other tokens
-    assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
+    assert expected != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
 
 
 def test_pinned_tokens_shorten_the_window_of_a_summary():
     policy = fit(17, 3, sinks=2, window=12)
     view, _ = prompt(40, seed=3, n_row=4)
     view = View(view.pos, view.layer, view.next, 9, attn=view.attn, keys=view.keys)
-    assert kept(view, policy.compress(view)) == [[*range(9), *range(35, 40)]] * 4
+    assert kept_positions(view, policy.compress(view)) == [[*range(9), *range(35, 40)]] * 4
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -138,7 +138,7 @@ def test_only_pinned_tokens_stay_if_there_are_too_many(mode):
     state = policy.start(2, 40, 4)
     policy.observe(view, state)
     for plan in (policy.plan(view, state), policy.compress(view)):
-        assert kept(view, plan) == [[*range(20)]] * 2
+        assert kept_positions(view, plan) == [[*range(20)]] * 2
 
 
 def test_a_prompt_that_fits_is_kept_whole():
@@ -155,11 +155,11 @@ def test_greedy_reaches_63_percent_of_the_best_summary():
             view, (row,) = prompt(n, seed, n_dim=2 + seed % 3)
             pairs = twin.similarities([token["key"] for token in row])
             for n_keep in range(1, n):
-                (summary,) = kept(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
+                (summary,) = kept_positions(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
                 # the position of each token is its index in the row, because this is a prompt
                 best = max(
-                    twin.worth(chosen, range(n), row, pairs, mixture, phi)
-                    for chosen in combinations(range(n), n_keep)
+                    twin.worth(subset, range(n), row, pairs, mixture, phi)
+                    for subset in combinations(range(n), n_keep)
                 )
                 shares.append(twin.worth(summary, range(n), row, pairs, mixture, phi) / best if best else 1)
     assert min(shares) >= 1 - 1 / math.e
@@ -188,7 +188,7 @@ def draws(seed, step, row):
 def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
     n, n_keep, n_row = 80, 40, 3
     view, rows = prompt(n, seed=11, n_row=n_row, n_value=400)
-    want, looked = [], []
+    expected, looked = [], []
     for number, row in enumerate(rows):
         draw, pick = draws(seed % 2**64, n, number), iter(range(n))
 
@@ -201,12 +201,12 @@ def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
             looked.append(n_look / len(rest))
             return rest[:n_look]
 
-        want.append(sorted(twin.summary(row, (), n_keep, 0.3, "log", sample)))
+        expected.append(sorted(twin.summary(row, (), n_keep, 0.3, "log", sample)))
     assert looked[0] < 0.5
-    got = kept(view, fit(n_keep + 1, 1, greedy="stochastic", seed=seed).compress(view))
-    assert got == want
-    assert got != kept(view, fit(n_keep + 1, 1, greedy="stochastic", seed=5).compress(view))
-    assert got != kept(view, fit(n_keep + 1, 1).compress(view))
+    actual = kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=seed).compress(view))
+    assert actual == expected
+    assert actual != kept_positions(view, fit(n_keep + 1, 1, greedy="stochastic", seed=5).compress(view))
+    assert actual != kept_positions(view, fit(n_keep + 1, 1).compress(view))
 
 
 @pytest.mark.large
@@ -215,7 +215,7 @@ def test_summary_does_not_depend_on_the_order_of_cells(greedy):
     policy = fit(41, 1, greedy=greedy)
     view, _ = prompt(80, seed=5, n_row=3)
     in_order = picked(view, np.argsort(view.pos, axis=1))
-    assert kept(view, policy.compress(view)) == kept(in_order, policy.compress(in_order))
+    assert kept_positions(view, policy.compress(view)) == kept_positions(in_order, policy.compress(in_order))
 
 
 @pytest.mark.parametrize("x", [0, 1e-9, 1e-3, 0.3, 1, 1.04, 7, 1e3, 1e7, 1e10])
@@ -240,10 +240,10 @@ def corners(cache):
 
 
 class CornerCache(Cache):
-    def _reduce(self, attention, seen, steps):
+    def _reduce(self, attention, n_seen, steps):
         # replace the random keys of Cache.grow, before `rows` gets the keys of the new tokens
         self.keys = corners(self)
-        super()._reduce(attention, seen, steps)
+        super()._reduce(attention, n_seen, steps)
 
 
 def stream(mode, seed=4, n_plan=14, **params):
@@ -260,7 +260,7 @@ def stream(mode, seed=4, n_plan=14, **params):
 @pytest.mark.large
 @pytest.mark.parametrize("params", [{}, {"mixture": 0.9, "phi": "power"}], ids=str)
 def test_every_similarity_format_gives_the_same_plans(params):
-    plans = {mode: [kept(view, plan) for _, view, plan in stream(mode, **params)] for mode in MODES}
+    plans = {mode: [kept_positions(view, plan) for _, view, plan in stream(mode, **params)] for mode in MODES}
     assert plans["f16"] == plans["recompute"] == plans["f32"]
 
 
@@ -278,8 +278,10 @@ def test_state_matches_one_computed_from_scratch(mode):
             assert units[row, :n].tolist() == [twin.normalized(token["key"]) for token in tokens]
             assert mass[row, :n].tolist() == [token["mass"] for token in tokens]
             for matrix in rest:
-                held = matrix[row, :n, :n]
-                np.testing.assert_array_equal(held if mode == "f32" else held.view(np.float16), pairs)
+                live_pairs = matrix[row, :n, :n]
+                np.testing.assert_array_equal(
+                    live_pairs if mode == "f32" else live_pairs.view(np.float16), pairs
+                )
             # `near` is the similarity of a kept token to its nearest neighbour. It is exact if `nearest`
             # names this neighbour. If the neighbour was evicted, `nearest` is -1, and `near` is an upper
             # bound
@@ -349,8 +351,8 @@ def test_move_reorders_all_arrays_of_the_state(mode):
             for array, old in zip(state[:4], before, strict=False):
                 np.testing.assert_array_equal(array[row, :n_keep], old[row, source[row]])
             if mode != "recompute":
-                want = before[4][row][np.ix_(source[row], source[row])]
-                np.testing.assert_array_equal(state[4][row, :n_keep, :n_keep], want)
+                expected = before[4][row][np.ix_(source[row], source[row])]
+                np.testing.assert_array_equal(state[4][row, :n_keep, :n_keep], expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -361,8 +363,8 @@ def test_stream_continues_after_a_prompt_read_whole(mode):
     view = cache.view()
     plan = policy.compress(view)
     stays = {*range(4), *range(50, 60)}
-    want = [sorted(twin.summary(row, stays, 20, 0.3, "log")) for row in cache.rows]
-    assert kept(view, plan) == want
+    expected = [sorted(twin.summary(row, stays, 20, 0.3, "log")) for row in cache.rows]
+    assert kept_positions(view, plan) == expected
 
     view = picked(view, np.array([np.flatnonzero(keep) for keep in plan.keep]))
     cache.apply(plan.keep)
@@ -373,8 +375,8 @@ def test_stream_continues_after_a_prompt_read_whole(mode):
     for _ in range(4):
         cache.grow(24 - cache.n_kv)
         view, plan = cache.plan()
-        want = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **params)
-        assert kept(view, plan) == want
+        expected = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **params)
+        assert kept_positions(view, plan) == expected
         cache.apply(plan.keep)
 
 
@@ -396,5 +398,5 @@ def test_evicts_the_tokens_of_the_definition_if_few_have_most_attention(mode, ph
     state = policy.start(1, n, n_dim)
     policy.observe(view, state)
     params = policies.chosen(policy)
-    want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **params)
-    assert kept(view, policy.plan(view, state)) == want
+    expected = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **params)
+    assert kept_positions(view, policy.plan(view, state)) == expected

@@ -39,12 +39,12 @@ def adopted(policy, view):
 def test_kept_middle_tokens_of_a_prompt_are_marked_old():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
     prompt = positions(range(46), 46)
-    kept = prompt.pos[0][policy.compress(prompt).keep[0]].tolist()
+    kept_pos = prompt.pos[0][policy.compress(prompt).keep[0]].tolist()
     # there are 40 tokens between sinks and window. The first sampling has a stride of 3 and leaves 14. Three
     # samplings with a stride of 2 leave 7, 4 and 2, so every 24th token stays
-    assert kept == [0, 1, 2, 3, 4, 28, 44, 45]
+    assert kept_pos == [0, 1, 2, 3, 4, 28, 44, 45]
     # the order of the cells makes no difference
-    for cells in (kept, kept[::-1]):
+    for cells in (kept_pos, kept_pos[::-1]):
         mass, old = adopted(policy, positions(cells, 46))
         assert mass == [1] * 8
         assert old == [4, 28]
@@ -93,9 +93,9 @@ def held_after(policy, n_plan, batch=1):
         keep = policy.plan(view, state).keep[0]
         cells = cells[keep]
         for array in state:
-            kept = array[0, : len(keep)][keep]
+            kept_values = array[0, : len(keep)][keep]
             array[0] = 0
-            array[0, : len(kept)] = kept
+            array[0, : len(kept_values)] = kept_values
         yield len(cells)
 
 
@@ -104,12 +104,12 @@ def held_after(policy, n_plan, batch=1):
 def test_kept_option_leaves_the_requested_number_of_cells(budget, options):
     policy = policies.fit("buzz", budget, None, options)
     assert policy.n_asked == policy.n_keep == budget < policy.budget
-    held = list(held_after(policy, 12))
-    assert max(held) == budget
-    assert set(held[4:]) == {budget}
+    n_held = list(held_after(policy, 12))
+    assert max(n_held) == budget
+    assert set(n_held[4:]) == {budget}
     # at the first eviction, all tokens are new. With swap=true, new tokens have the shorter stride, so more
     # of them stay
-    assert held[0] >= (budget if policy.swap else 0.85 * budget)
+    assert n_held[0] >= (budget if policy.swap else 0.85 * budget)
     # the same number of cells stays after steps much longer than the threshold
     assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}
 
@@ -161,6 +161,6 @@ def test_kept_option_derives_the_window_from_the_threshold():
     ],
 )
 def test_kept_option_refuses_impossible_parameters(budget, options, words):
-    with pytest.raises(UsageError, match=words) as refused:
+    with pytest.raises(UsageError, match=words) as caught:
         policies.fit("buzz", budget, None, ["kept=true", *options])
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)

@@ -64,9 +64,9 @@ def test_dead_cells_of_ragged_rows_are_their_own_source(seed):
     keep = rng.random((5, 30)) < rng.random((5, 1))
     keep[:, 0] = True
     source = filled(keep)
-    for row, kept in zip(source, keep, strict=True):
-        n = kept.sum()
-        assert sorted(row[:n].tolist()) == np.flatnonzero(kept).tolist()
+    for row, keep_row in zip(source, keep, strict=True):
+        n = keep_row.sum()
+        assert sorted(row[:n].tolist()) == np.flatnonzero(keep_row).tolist()
         assert row[n:].tolist() == list(range(n, len(row)))
 
 

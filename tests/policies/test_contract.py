@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fake_cache import Cache, kept
+from fake_cache import Cache, kept_positions
 
 from kvtool import policies
 from kvtool.errors import UsageError
@@ -42,13 +42,13 @@ def plans(name, budget, pinned=0, n_plan=5, held=0):
 @every_evicting_policy
 def test_rows_keep_protected_tokens_and_fewer_than_the_budget(name, budget):
     n_keep, (sinks, _) = policies.fit(name, budget).n_keep, policies.fit(name, budget).exempt
-    held = (0, min(6, n_keep - 4)), (0, n_keep - max(sinks, 1)), (5, n_keep - 5)
-    for n_pinned, n_held in ((0, 0), (1, 0), (n_keep - 2, 0), (n_keep - 1, 0), *held):
+    with_held = (0, min(6, n_keep - 4)), (0, n_keep - max(sinks, 1)), (5, n_keep - 5)
+    for n_pinned, n_held in ((0, 0), (1, 0), (n_keep - 2, 0), (n_keep - 1, 0), *with_held):
         for policy, cache, view, plan in plans(name, budget, n_pinned, held=n_held):
             assert plan.keep.dtype == np.bool_
             assert plan.keep.shape == view.pos.shape
             protected = {*range(max(sinks, n_pinned)), *range(cache.next - max(n_held, 1), cache.next)}
-            for row in kept(view, plan):
+            for row in kept_positions(view, plan):
                 assert protected <= set(row)
                 assert len(row) < policy.n_live
             assert policy.ragged or len(set(plan.keep.sum(axis=1).tolist())) == 1
@@ -109,12 +109,12 @@ def test_plan_does_not_depend_on_the_order_of_cells(name):
     for n_token in (50, 30):
         cache.grow(n_token)
         before = tuple(array.copy() for array in cache.state)
-        once = kept(*cache.plan())
+        once = kept_positions(*cache.plan())
         for array, copy in zip(cache.state, before, strict=True):
             array[:] = copy
         cache.shuffle()
         view, plan = cache.plan()
-        assert kept(view, plan) == once
+        assert kept_positions(view, plan) == once
         cache.apply(plan.keep)
 
 
@@ -217,9 +217,9 @@ def test_refuses_parameters_that_cannot_work(name, params, message):
 @every_evicting_policy
 def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
     fit = partial(policies.fit, name)
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         fit(1)
-    matched = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(refused.value))
+    matched = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(caught.value))
     smallest = int(matched[1])
     # the message does not mention a window, since the caller gave none
     with pytest.raises(
@@ -230,7 +230,7 @@ def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
 
 
 @pytest.mark.parametrize(
-    ("policy", "how", "said"),
+    ("policy", "how", "message"),
     [
         (("keydiff", 5), (), "a budget of 5 is too small for keydiff; use at least 6"),
         (
@@ -264,28 +264,28 @@ def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
         ),
     ],
 )
-def test_refusal_names_the_options_that_the_user_typed(policy, how, said):
-    with pytest.raises(UsageError) as refused:
+def test_refusal_names_the_options_that_the_user_typed(policy, how, message):
+    with pytest.raises(UsageError) as caught:
         policies.fit(*policy, *how)
-    assert str(refused.value) == said
+    assert str(caught.value) == message
 
 
 @every_evicting_policy
 def test_smallest_budget_keeps_sinks_and_newest_token(name):
     budget = policies.spec(name).smallest_budget()
     for policy, cache, view, plan in plans(name, budget):
-        for row in kept(view, plan):
+        for row in kept_positions(view, plan):
             assert set(row) >= {*range(getattr(policy, "sinks", 0)), cache.next - 1}
             assert len(row) < budget
 
 
 def test_unknown_policy_error_suggests_similar_names():
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         policies.load("h20")
-    assert str(refused.value) == "unknown policy 'h20'. Did you mean h2o? See `kvtool policies`."
+    assert str(caught.value) == "unknown policy 'h20'. Did you mean h2o? See `kvtool policies`."
 
 
 def test_evict_every_above_the_budget_is_refused():
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         policies.fit("h2o", 512, 900)
-    assert str(refused.value) == "--evict-every must be less than the budget (512), got 900"
+    assert str(caught.value) == "--evict-every must be less than the budget (512), got 900"

@@ -19,8 +19,8 @@ import pytest
 from kvtool import policies
 from kvtool.errors import InputError
 from kvtool.measure import divergence, perplexity
-from tests.engine.running import open_engine, text
-from tests.held import PATIENCE_S
+from tests.blocking_policy import TIMEOUT_S
+from tests.engine.exact_engines import open_engine, random_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ def lumped(p, q, n_top):
     """
     top = np.argsort(-p)[:n_top]
     rest = np.setdiff1d(np.arange(len(p)), top)
-    known = (np.exp(p[top]) * (p[top] - q[top])).sum()
+    top_terms = (np.exp(p[top]) * (p[top] - q[top])).sum()
     mass_p, mass_q = np.exp(p[rest]).sum(), np.exp(q[rest]).sum()
-    return known + mass_p * np.log(mass_p / mass_q) if len(rest) else known
+    return top_terms + mass_p * np.log(mass_p / mass_q) if len(rest) else top_terms
 
 
 def draw(seed, n=40, n_vocab=300):
@@ -60,7 +60,7 @@ def scored(p, q, target, tmp_path):
     file, n = io.BytesIO(), len(p) + 1
     writer = divergence.ReferenceWriter(file, n, p.shape[1])
     (tmp_path / "reference").write_bytes(b"")
-    steps = [slice(at, at + 7) for at in range(0, len(p), 7)]
+    steps = [slice(begin, begin + 7) for begin in range(0, len(p), 7)]
     p_nll = np.concatenate([writer.score(p[step], target[step]) for step in steps])
     (tmp_path / "reference").write_bytes(file.getvalue())
     reader = divergence.ReferenceReader(tmp_path / "reference", n, p.shape[1])
@@ -119,9 +119,9 @@ def test_ties_for_the_likeliest_token_go_to_the_lowest_id(tmp_path):
 @pytest.mark.engine
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="a vocabulary of 49,152")
 def test_divergence_of_a_real_model_is_close_to_the_exact_one(smollm2, tmp_path, share_of):
-    kept, settings = {}, {"n_ctx": 256, "flash": "on"}
+    logits_of, settings = {}, {"n_ctx": 256, "flash": "on"}
     for kind in ("f16", "q8_0"):
-        logits = kept[kind] = []
+        logits = logits_of[kind] = []
 
         def keep(step, target, logits=logits):
             logits.append(step.copy())
@@ -130,7 +130,7 @@ def test_divergence_of_a_real_model_is_close_to_the_exact_one(smollm2, tmp_path,
         with open_engine(smollm2, policies.fit("full", 256), type_k=kind, type_v=kind, **settings) as engine:
             tokens = engine.model.tokenize(" ".join(str(i**3) for i in range(200)))[: share_of(80, 150)]
             perplexity.stream(engine, tokens, score=keep)
-    p, q = (np.concatenate(logits) for logits in kept.values())
+    p, q = (np.concatenate(logits) for logits in logits_of.values())
     _, reader, _, _ = scored(p, q, tokens[1:], tmp_path)
     log_p, log_q = log_softmax(p), log_softmax(q)
     exact = (np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()
@@ -184,10 +184,10 @@ def test_incomplete_references_are_not_used(tmp_path):
             divergence.ReferenceReader(path, n, 300)
 
 
-def _hold(path, entered, is_asked):
+def _hold(path, entered, is_released):
     with divergence.writing(path, 9, 300) as scores:
         entered.set()
-        assert is_asked.wait(PATIENCE_S)
+        assert is_released.wait(TIMEOUT_S)
         if isinstance(scores, divergence.ReferenceWriter):
             scores.score(*draw(0, 8)[::2])
 
@@ -195,12 +195,12 @@ def _hold(path, entered, is_asked):
 @pytest.mark.large
 def test_second_process_waits_for_the_same_reference():
     path, context = divergence.path_of({}), multiprocessing.get_context("spawn")
-    entered, is_asked = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(path, entered, is_asked))
+    entered, is_released = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(path, entered, is_released))
     process.start()
-    assert entered.wait(PATIENCE_S)
+    assert entered.wait(TIMEOUT_S)
     assert not path.exists()
-    is_asked.set()
+    is_released.set()
     assert isinstance(write(path), divergence.ReferenceReader)
     process.join()
 
@@ -242,7 +242,7 @@ def test_references_of_too_long_texts_do_not_fit(monkeypatch):
 
 @pytest.mark.engine
 def test_the_full_cache_does_not_differ_from_itself(tiny_model):
-    tokens, path = text(200), divergence.path_of({})
+    tokens, path = random_tokens(200), divergence.path_of({})
     nll = []
     for run in (0, 1):
         with (

@@ -1,7 +1,7 @@
 """H2O: decisions over all rows (test_policies.py tests one layer at a time), means, and decaying sums."""
 
 import pytest
-from fake_cache import Cache, kept, kept_at_first, view_of
+from fake_cache import Cache, kept_at_first, kept_positions, view_of
 from reference import h2o
 
 from kvtool import policies
@@ -16,7 +16,9 @@ def test_per_all_decides_by_the_sum_over_all_rows(options):
     for step in range(10):
         cache.grow(max(20 + step % 3 - cache.n_kv, 1))
         view, plan = cache.plan()
-        assert kept(view, plan) == h2o.keep(cache.rows, next=cache.next, pinned=0, budget=20, slack=3, **args)
+        assert kept_positions(view, plan) == h2o.keep(
+            cache.rows, next=cache.next, pinned=0, budget=20, slack=3, **args
+        )
         cache.apply(plan.keep)
 
 
@@ -25,7 +27,7 @@ def test_per_option_sets_which_rows_keep_the_same_tokens(per, n_distinct):
     options = ["score=mean", "window=1"]
     cache = Cache(3, 2, 60, policies.fit("h2o", 40, 20, [f"per={per}", *options]), seed=0, n_value=4096)
     cache.grow(40)
-    assert len({tuple(row) for row in kept(*cache.plan())}) == n_distinct
+    assert len({tuple(row) for row in kept_positions(*cache.plan())}) == n_distinct
 
 
 def test_group_mean_equals_group_sum():
@@ -53,7 +55,7 @@ def test_sums_decay_with_every_token_and_not_with_plans():
 
 
 @pytest.mark.parametrize(
-    ("params", "n_ctx", "want"),
+    ("params", "n_ctx", "expected"),
     [
         ({}, 4, [8, 8]),
         ({}, 3, [2, 2]),
@@ -63,9 +65,9 @@ def test_sums_decay_with_every_token_and_not_with_plans():
         ({"score": "mean"}, 3, [8, 8]),
     ],
 )
-def test_decay_beyond_applies_after_the_trained_context(params, n_ctx, want):
+def test_decay_beyond_applies_after_the_trained_context(params, n_ctx, expected):
     policy = H2O(8, 1, window=1, decay_beyond=0.5, **params)
     state = policy.start(1, 8, 0)
     state[0][0, :2] = 8
     policy.observe(view_of(4, n_new=2, n_ctx=n_ctx, attn=[0] * 4), state)
-    assert state[0][0, :2].tolist() == want
+    assert state[0][0, :2].tolist() == expected

@@ -17,7 +17,7 @@ from kvtool.kernels.kernel import kernel, of_module
 from kvtool.kernels.link import link
 from kvtool.kernels.selection import keep_highest
 from kvtool.policies import bumblebee, knorm, weightedkv
-from tests import forked
+from tests import fork_server
 
 
 @kernel("i8(i4[:,::1], f8)")
@@ -92,11 +92,11 @@ def test_library_gives_the_same_bytes_as_numba(case):
         ),
         "nothing": (keep_highest, (pos[:0], score[:0], 4, 256, n_keep, keep[:0])),
     }[case]
-    ours, numbas = filled(kernel_, arguments)
-    for a, b in zip(ours, numbas, strict=True):
+    results, numbas = filled(kernel_, arguments)
+    for a, b in zip(results, numbas, strict=True):
         assert np.array_equal(a, b), case
     assert case in ("nothing", "holes") or any(
-        not np.array_equal(a, b) for a, b in zip(ours[1:], arguments, strict=True)
+        not np.array_equal(a, b) for a, b in zip(results[1:], arguments, strict=True)
     )
 
 
@@ -139,7 +139,7 @@ def test_without_a_writable_cache_folder_kernels_run_and_are_not_stored(tmp_path
     (tmp_path / "file").touch()
     cache = tmp_path / ("cache" if writable else "file/cache")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from sums import total; print(total(2, 3))"
-    done = forked.run_python("-c", code, env=os.environ | {"KVTOOL_CACHE": str(cache)})
+    done = fork_server.run_python("-c", code, env=os.environ | {"KVTOOL_CACHE": str(cache)})
     assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
     stored = [*tmp_path.rglob("*.nbi")]
     assert stored and all(cache in path.parents for path in stored) if writable else not stored
@@ -173,5 +173,5 @@ def test_stream_does_not_import_numba(policy, tiny_model):
         "assert engine.n_evicted, engine.rows.live\n"
         "print([name for name in ('numba', 'llvmlite') if name in sys.modules])\n"
     )
-    done = forked.run_python("-c", code)
+    done = fork_server.run_python("-c", code)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

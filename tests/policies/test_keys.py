@@ -23,8 +23,8 @@ def state_and_plan(policy, keys, batches):
 @pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 1, 1, 1]])
 def test_longest_key_is_evicted(batches):
     keys = [[9, 9], [3, 4], [0, -6], [1, 1], [7, 0]]
-    state, kept = state_and_plan(Knorm(5, 2, sinks=1), keys, batches)
-    assert kept == [0, 3, 4]
+    state, positions = state_and_plan(Knorm(5, 2, sinks=1), keys, batches)
+    assert positions == [0, 3, 4]
     np.testing.assert_array_equal(state[0], [[-162, -25, -36, -2, -49]])
 
 
@@ -33,8 +33,8 @@ def test_key_most_similar_to_the_average_is_evicted(batches):
     keys = [[1, 0], [100, 1], [0, 0.1], [-1, -1], [2, 0.5]]
     # the average points to about (2.3, 0.5). The last key is nearest, but the window keeps it. The second key
     # is next
-    state, kept = state_and_plan(KeyDiff(5, 1, sinks=0), keys, batches)
-    assert kept == [0, 2, 3, 4]
+    state, positions = state_and_plan(KeyDiff(5, 1, sinks=0), keys, batches)
+    assert positions == [0, 2, 3, 4]
     _, farthest = state_and_plan(KeyDiff(5, 3, sinks=0), keys, batches)
     assert farthest == [3, 4]
     lengths = np.linalg.norm(state[0][0].astype(float), axis=1)
@@ -47,15 +47,15 @@ def test_keydiff_keeps_the_keys_with_the_lowest_cosine():
     unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
     anchor = unit.mean(axis=0)
     cosine = unit @ anchor / np.linalg.norm(anchor)
-    _, kept = state_and_plan(KeyDiff(40, 20, sinks=0), keys.tolist(), [40])
+    _, positions = state_and_plan(KeyDiff(40, 20, sinks=0), keys.tolist(), [40])
     different = set(np.argsort(cosine[:39])[:19].tolist())
-    assert set(kept) == different | {39}
+    assert set(positions) == different | {39}
 
 
 def test_key_of_zeros_is_similar_to_no_key():
-    state, kept = state_and_plan(KeyDiff(4, 1, sinks=0), [[0, 0], [1, 0], [1, 0], [1, 0]], [4])
+    state, positions = state_and_plan(KeyDiff(4, 1, sinks=0), [[0, 0], [1, 0], [1, 0], [1, 0]], [4])
     assert not state[0][0, 0].any()
-    assert kept == [0, 2, 3]
+    assert positions == [0, 2, 3]
 
 
 def test_stored_keys_take_one_byte_per_dimension():

@@ -6,14 +6,20 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fake_cache import kept, view_of
+from fake_cache import kept_positions, view_of
 from reference import kvzip
 
 from kvtool import policies
 from kvtool.errors import StreamEnd, UsageError
 from kvtool.policies.kvzip import KVzip
-from tests.cli.called import called
-from tests.engine.running import LOGITS, assert_continues_as_defined, live, open_engine, text
+from tests.cli.in_process_command import run_kvtool
+from tests.engine.exact_engines import (
+    LOGIT_TOLERANCE,
+    assert_continues_as_defined,
+    live_positions,
+    open_engine,
+    random_tokens,
+)
 from tests.reference import transformer
 
 PLAIN = {"sinks": 0, "window": 1}
@@ -22,9 +28,9 @@ PLAIN = {"sinks": 0, "window": 1}
 def test_prompt_keeps_the_most_attended_tokens():
     view = view_of(7, highest=[1, 5, 2, 9, 2, 0, 0])
     # on ties the newer token stays
-    assert kept(view, KVzip.fit(5, 1, **PLAIN).compress(view)) == [[1, 3, 4, 6]]
-    assert kept(view, KVzip.fit(5, 1, sinks=1, window=2).compress(view)) == [[0, 3, 5, 6]]
-    assert kept(view, KVzip.fit(5, 1, sinks=0, window=0).compress(view)) == [[1, 2, 3, 4]]
+    assert kept_positions(view, KVzip.fit(5, 1, **PLAIN).compress(view)) == [[1, 3, 4, 6]]
+    assert kept_positions(view, KVzip.fit(5, 1, sinks=1, window=2).compress(view)) == [[0, 3, 5, 6]]
+    assert kept_positions(view, KVzip.fit(5, 1, sinks=0, window=0).compress(view)) == [[1, 2, 3, 4]]
 
 
 def test_later_tokens_stay_until_the_prompt_is_evicted():
@@ -35,9 +41,9 @@ def test_later_tokens_stay_until_the_prompt_is_evicted():
     policy.adopt(view_of(4, highest=[4, 8, 6, 0]), state)
     view = view_of(6, highest=[0] * 6)
     policy.observe(view, state)
-    assert kept(view, policy.plan(view, state)) == [[1, 4, 5]]
+    assert kept_positions(view, policy.plan(view, state)) == [[1, 4, 5]]
     state[0][:] = 0
-    assert kept(view, policy.plan(view, state)) == [[3, 4, 5]]
+    assert kept_positions(view, policy.plan(view, state)) == [[3, 4, 5]]
 
 
 def test_pinned_and_held_tokens_get_no_score():
@@ -55,11 +61,15 @@ def repeat(engine, stream, tokens, begin, stop):
     words, tokenize, n_held = engine.policy.reconstruction, engine.model.tokenize, engine.n_held
     header = tokens[len(tokens) - n_held :] if n_held else tokenize("\n")
     n_chunk = engine.whole_reader.reconstruction.n_chunk(stream.n)
-    for at in range(begin, stop, n_chunk):
-        chunk = tokens[at : min(at + n_chunk, stop)]
-        request = [tokenize(words.first if at == begin else words.later)]
-        request += [] if at == begin else [tokens[max(at - words.n_lead, begin) : at]]
-        kvzip.reconstruct(stream, at, at + len(chunk), np.concatenate([*request, header]).tolist(), chunk)
+    for chunk_begin in range(begin, stop, n_chunk):
+        chunk = tokens[chunk_begin : min(chunk_begin + n_chunk, stop)]
+        request = [tokenize(words.first if chunk_begin == begin else words.later)]
+        request += (
+            [] if chunk_begin == begin else [tokens[max(chunk_begin - words.n_lead, begin) : chunk_begin]]
+        )
+        kvzip.reconstruct(
+            stream, chunk_begin, chunk_begin + len(chunk), np.concatenate([*request, header]).tolist(), chunk
+        )
 
 
 def evict(engine, stream):
@@ -71,20 +81,20 @@ def evict(engine, stream):
 
 
 def assert_rows_choose_for_themselves(engine):
-    assert len({tuple(row) for row in live(engine)}) > 1
+    assert len({tuple(row) for row in live_positions(engine)}) > 1
 
 
 def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=64):
     """Compare what the engine and the definition keep of a prompt, and how both continue."""
-    tokens, n, policy = text(230), 200, policies.fit("kvzip", 48, 8, options)
+    tokens, n, policy = random_tokens(230), 200, policies.fit("kvzip", 48, 8, options)
     stream = transformer.Stream(transformer.Llama(path), positions=positions)
     with open_engine(path, policy, positions=positions, n_batch=n_batch) as engine:
         engine.pin(n_pinned)
         engine.hold(n_held)
         small = engine.cache_bytes
         assert engine.read(tokens[:n]) == n
-        want = stream.decode(tokens[:n])[-1]
-        assert np.abs(engine.context.next_logits - want).max() < LOGITS
+        expected = stream.decode(tokens[:n])[-1]
+        assert np.abs(engine.context.next_logits - expected).max() < LOGIT_TOLERANCE
         repeat(engine, stream, tokens[:n], n_pinned, n - n_held)
         evict(engine, stream)
         if policy.ragged:
@@ -101,8 +111,8 @@ def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=6
     [("original", 2048, 0, 0), ("in-cache", 2048, 11, 6), ("original", 100, 11, 6), ("in-cache", 30, 0, 0)],
 )
 def test_prompt_keeps_the_tokens_of_the_definition(tiny_model, positions, chunk, n_pinned, n_held):
-    how = {"n_pinned": n_pinned, "n_held": n_held, "positions": positions}
-    check_prompt(tiny_model(n_head_kv=2), [f"chunk={chunk}"], **how)
+    options = {"n_pinned": n_pinned, "n_held": n_held, "positions": positions}
+    check_prompt(tiny_model(n_head_kv=2), [f"chunk={chunk}"], **options)
 
 
 @pytest.mark.parametrize(("chunk", "n_batch", "floor"), [(2048, 64, 0), (100, 512, 0.5)])
@@ -112,7 +122,7 @@ def test_rows_that_share_a_budget_keep_the_tokens_of_the_definition(tiny_model, 
 
 
 def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
-    path, tokens, n = tiny_model(n_head_kv=2, n_ctx_train=330), text(408), 400
+    path, tokens, n = tiny_model(n_head_kv=2, n_ctx_train=330), random_tokens(408), 400
     policy = policies.fit("kvzip", 48, 8)
     model, parts = transformer.Llama(path), []
     with open_engine(path, policy) as engine:
@@ -123,12 +133,12 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
         for segment in np.array_split(tokens[:n], 3):
             part = transformer.Stream(model)
             part.next = begin = parts[-1].next if parts else 0
-            want = part.decode(segment)[-1]
+            expected = part.decode(segment)[-1]
             repeat(engine, part, tokens[:n], begin, part.next)
             parts.append(part)
         whole = transformer.join(parts, policy.n_keep)
         evict(engine, whole)
-        assert np.abs(engine.context.next_logits - want).max() < LOGITS
+        assert np.abs(engine.context.next_logits - expected).max() < LOGIT_TOLERANCE
         assert_rows_choose_for_themselves(engine)
         assert_continues_as_defined(engine, whole, tokens[n:], lambda: evict(engine, whole))
 
@@ -136,7 +146,7 @@ def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2", "deepseek2", "refact"])
 @pytest.mark.parametrize("chunk", [2048, 30])
 def test_reconstruction_leaves_the_cache_unchanged(tiny_model, arch, chunk):
-    path, tokens = tiny_model(arch=arch), text(150)
+    path, tokens = tiny_model(arch=arch), random_tokens(150)
     policy = policies.fit("kvzip", 300, 8, [f"chunk={chunk}"])
     logits = []
     for run_policy in (policy, policy, policies.fit("full", 300)):
@@ -161,16 +171,16 @@ def test_reconstruction_leaves_the_cache_unchanged(tiny_model, arch, chunk):
 
 def test_signals_are_recorded_only_during_a_reconstruction(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 300, 8)) as engine:
-        engine.read(text(60))
+        engine.read(random_tokens(60))
         assert not engine.signals.read()["highest"].any()
         engine.context.watch(on=True)
-        engine.read(text(20))
+        engine.read(random_tokens(20))
         assert engine.signals.read()["highest"].all()
 
 
 @pytest.mark.parametrize("heads", ["equal", "adaptive"])
 def test_prompt_stopped_during_its_repetition_can_be_read_again(tiny_model, heads):
-    tokens, lengths = text(300), []
+    tokens, lengths = random_tokens(300), []
     policy, path = policies.fit("kvzip", 48, 8, [f"heads={heads}"]), tiny_model(n_head_kv=2)
 
     def stopped():
@@ -182,20 +192,20 @@ def test_prompt_stopped_during_its_repetition_can_be_read_again(tiny_model, head
         assert engine.read(tokens, stopped) == 0
         assert (engine.n_past, engine.n_kv, engine.cache_bytes) == (0, 0, small)
         assert engine.read(tokens) == 300
-        again = engine.context.logits().copy(), live(engine)
+        repeated = engine.context.logits().copy(), live_positions(engine)
     with open_engine(path, policy) as engine:
         engine.read(tokens)
-        assert np.array_equal(engine.context.logits(), again[0])
-        assert live(engine) == again[1]
+        assert np.array_equal(engine.context.logits(), repeated[0])
+        assert live_positions(engine) == repeated[1]
 
 
 def test_text_that_fits_is_not_repeated(tiny_model):
     with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
-        engine.read(text(48))
+        engine.read(random_tokens(48))
         assert not engine.state[0].any()
         # with one more token, the oldest tokens except the sinks are evicted
-        engine.read(text(1))
-        assert live(engine)[0] == [*range(4), *range(12, 49)]
+        engine.read(random_tokens(1))
+        assert live_positions(engine)[0] == [*range(4), *range(12, 49)]
 
 
 def test_a_cache_for_a_prompt_has_room_for_its_repetition(tiny_model):
@@ -217,19 +227,19 @@ def test_prompts_that_cannot_be_read_twice_are_refused(tiny_model):
             StreamEnd, match="the prompt of 300 tokens, read twice, is longer than the context"
         ) as end,
     ):
-        engine.read(text(300))
+        engine.read(random_tokens(300))
     # the message must not suggest --prefill stream, which KVzip does not support
     assert "--prefill stream" not in str(end.value)
     with (
         open_engine(tiny_model(arch="deepseek32"), policy) as engine,
         pytest.raises(UsageError, match="of 500 tokens, read twice, cannot be read whole; choose a shorter"),
     ):
-        engine.read(text(500))
+        engine.read(random_tokens(500))
     with (
         open_engine(tiny_model(n_ctx_train=80), policy) as engine,
         pytest.raises(UsageError, match="a context of 80 tokens is too short to read a prompt twice"),
     ):
-        engine.read(text(70))
+        engine.read(random_tokens(70))
 
 
 @pytest.mark.parametrize(
@@ -240,14 +250,14 @@ def test_prompts_that_cannot_be_read_twice_are_refused(tiny_model):
 def test_perplexity_and_compare_refuse_kvzip(tiny_model, tmp_path, command):
     file = tmp_path / "a.txt"
     file.write_text("abc" * 100)
-    done = called(command[0], file, *command[1:], "-m", tiny_model())
+    done = run_kvtool(command[0], file, *command[1:], "-m", tiny_model())
     assert done.returncode == 2
     reason = "the text is read only once; choose another policy, or use generate or eval"
     assert done.stderr == f"kvtool: `kvzip` reads a prompt twice, but here {reason}\n"
 
 
 def test_saved_prompt_can_be_restored_for_several_questions(tiny_model):
-    path, tokens, policy = tiny_model(), text(240), policies.fit("kvzip", 48, 8)
+    path, tokens, policy = tiny_model(), random_tokens(240), policies.fit("kvzip", 48, 8)
     questions = tokens[200:220], tokens[220:]
     logits = []
     with open_engine(path, policy) as engine:

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from fake_cache import Cache, kept, kept_at_first, view_of
+from fake_cache import Cache, kept_at_first, kept_positions, view_of
 from reference.random import splitmix64
 
 from kvtool import policies
@@ -57,11 +57,11 @@ def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwarg
         cache.grow(max(target - cache.n_kv, 1))
         view, plan = cache.plan(pinned)
         stays, merges = by_twin(name, policy, cache, pinned)
-        assert kept(view, plan) == stays, f"plan {step}"
-        for got, want in zip(merges_of(view.pos, plan), merges, strict=True):
-            assert got.keys() == want.keys(), f"plan {step}"
-            for dst, sources in want.items():
-                assert got[dst] == pytest.approx(sources, abs=1e-5), f"plan {step}"
+        assert kept_positions(view, plan) == stays, f"plan {step}"
+        for actual, expected in zip(merges_of(view.pos, plan), merges, strict=True):
+            assert actual.keys() == expected.keys(), f"plan {step}"
+            for dst, sources in expected.items():
+                assert actual[dst] == pytest.approx(sources, abs=1e-5), f"plan {step}"
         cache.apply(plan.keep)
 
 
@@ -167,7 +167,7 @@ def test_random_choice_changes_with_step_and_seed():
         policy = policies.fit("random", 40, 20, ["window=0", f"seed={seed}"])
         for later in range(3):
             view = view_of(cache.live_pos(), cache.next + later)
-            draws.add(tuple(kept(view, policy.plan(view, ()))[0]))
+            draws.add(tuple(kept_positions(view, policy.plan(view, ()))[0]))
     assert len(draws) == 9
 
 
@@ -175,7 +175,7 @@ def test_tova_keeps_the_same_tokens_in_every_row_of_a_layer_unless_asked():
     def distinct(options):
         _, cache = make("tova", options, 40, 20, seed=0, shape=(2, 4), n_value=4096)
         cache.grow(40)
-        rows = [tuple(row) for row in kept(*cache.plan())]
+        rows = [tuple(row) for row in kept_positions(*cache.plan())]
         return [len({*rows[:4]}), len({*rows[4:]})]
 
     assert distinct([]) == [1, 1]
@@ -183,9 +183,9 @@ def test_tova_keeps_the_same_tokens_in_every_row_of_a_layer_unless_asked():
 
 
 def test_refusal_names_no_budget_if_none_would_help():
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         policies.fit("tova", 20, None, ["per=head"])
-    assert str(refused.value) == "tova: per must be one of layer, row, got 'head'"
+    assert str(caught.value) == "tova: per must be one of layer, row, got 'head'"
 
 
 def test_tova_of_the_paper_can_evict_the_newest_token():
@@ -208,8 +208,8 @@ def buzz_plan(mass, old, **params):
 def test_buzz_keeps_the_first_local_maximum_of_each_new_segment():
     # the row has one sink, then segments of 3 tokens with attention 1 5 2 | 7 7 0 | 9, then a window of one
     # token
-    kept, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
-    assert kept == [0, 2, 4, 7, 8]
+    positions, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
+    assert positions == [0, 2, 4, 7, 8]
     assert old == [2, 4, 7]
 
 
@@ -217,8 +217,8 @@ def test_buzz_thins_old_tokens_by_half_the_stride():
     # the row has one sink, then old tokens with attention 0 9 9 | 0 9, in segments of 3 tokens (half the
     # stride). Then it has new tokens with attention 1 2 3, and a window of one token
     was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
-    kept, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
-    assert kept == [0, 1, 4, 8, 9]
+    positions, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
+    assert positions == [0, 1, 4, 8, 9]
     assert {1, 4, 8} <= set(old)
 
 
@@ -240,6 +240,6 @@ def test_buzz_frees_a_cell_with_one_sampling_per_eviction(stride):
         for n_old in range(threshold + 1):
             n_new = threshold + 1 - n_old
             was_old = [1] * n_old + [0] * (n_new + 1)
-            kept, _ = buzz_plan([0] * len(was_old), was_old, sinks=0, window=1, stride=stride)
+            positions, _ = buzz_plan([0] * len(was_old), was_old, sinks=0, window=1, stride=stride)
             n_sampled = -(-n_old // small_stride) + -(-n_new // stride)
-            assert len(kept) == n_sampled + 1 <= threshold + 1
+            assert len(positions) == n_sampled + 1 <= threshold + 1

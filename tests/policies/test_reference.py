@@ -28,10 +28,12 @@ def test_refuses_more_entries_than_the_trained_context(model):
         run(model, text(100), slack=10, positions="auto")
 
 
-@pytest.mark.parametrize(("kept", "match"), [([1, 0], "sorted"), ([1, 1], "sorted"), ([1, 9], "in the row")])
-def test_invalid_kept_positions_are_refused(model, kept, match):
+@pytest.mark.parametrize(
+    ("positions", "match"), [([1, 0], "sorted"), ([1, 1], "sorted"), ([1, 9], "in the row")]
+)
+def test_invalid_kept_positions_are_refused(model, positions, match):
     with pytest.raises(ValueError, match=match):
-        run(model, text(5), budget=4, slack=2, keep=lambda rows, **_: [kept] * len(rows))
+        run(model, text(5), budget=4, slack=2, keep=lambda rows, **_: [positions] * len(rows))
 
 
 def test_dequantize_gives_every_tensor_as_f32_with_its_metadata(tmp_path):

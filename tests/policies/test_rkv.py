@@ -9,7 +9,7 @@ from kvtool import policies
 from kvtool.policies.rkv import RKV
 
 
-def kept(keys, votes, n_keep, batches=None, **params):
+def kept_positions(keys, votes, n_keep, batches=None, **params):
     n = len(keys)
     keys = np.array([keys], np.float32)
     policy = RKV.fit(n_keep + 1, 1, **params)
@@ -37,17 +37,17 @@ KEYS = [
 
 @pytest.mark.parametrize("batches", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
 def test_newest_of_several_similar_tokens_stays(batches):
-    assert kept(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
+    assert kept_positions(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
     # with similar=0 all cosines are used. Token 2 is the most redundant, because its key is between the keys
     # of 0 and 4
     unspared = {"window": 1, "mixture": 0, "similar": 0}
-    assert kept(KEYS, [0] * 6, 5, batches, **unspared) == [0, 1, 3, 4, 5]
-    assert kept(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
+    assert kept_positions(KEYS, [0] * 6, 5, batches, **unspared) == [0, 1, 3, 4, 5]
+    assert kept_positions(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
 
 
 def test_similar_option_sets_how_many_cosines_are_ignored():
     def stay(n_keep, **params):
-        return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
+        return kept_positions(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
 
     # each token ignores its cosine with the newest token that is similar to it: tokens 0 and 2 ignore 4, and
     # token 4 ignores 2. So two high cosines count for token 0, one for token 2, and none for token 4
@@ -63,18 +63,18 @@ def test_similar_option_sets_how_many_cosines_are_ignored():
 def test_the_mixture_weighs_importance_against_redundancy():
     votes = [9, 0, 0, 0, 0, 0]
     only = {"window": 1, "kernel": 1}
-    assert kept(KEYS, votes, 2, mixture=1, **only) == [0, 5]
-    assert kept(KEYS, votes, 2, mixture=0, **only)[0] != 0
+    assert kept_positions(KEYS, votes, 2, mixture=1, **only) == [0, 5]
+    assert kept_positions(KEYS, votes, 2, mixture=0, **only)[0] != 0
     # importance and redundancy each add up to 1. Token 0 has all the importance, so it stays even at a weight
     # of 0.1
-    assert kept(KEYS, votes, 2, **only) == [0, 5]
+    assert kept_positions(KEYS, votes, 2, **only) == [0, 5]
 
 
 def test_importance_is_max_pooled_before_the_window():
     alike = [[1, 0]] * 10
     votes = [0, 0, 0, 5, 0, 0, 0, 0, 9, 9]
-    assert kept(alike, votes, 5, window=2, mixture=1, kernel=3) == [2, 3, 4, 8, 9]
-    assert kept(alike, votes, 3, window=2, mixture=1, kernel=1) == [3, 8, 9]
+    assert kept_positions(alike, votes, 5, window=2, mixture=1, kernel=3) == [2, 3, 4, 8, 9]
+    assert kept_positions(alike, votes, 3, window=2, mixture=1, kernel=1) == [3, 8, 9]
 
 
 def test_redundancy_matches_the_published_code():
@@ -93,7 +93,7 @@ def test_redundancy_matches_the_published_code():
             row[above[-1]] = 0
     redundancy = np.array(softmax(cosines.mean(axis=0)))
     least = set(np.argsort(redundancy[:32])[:12].tolist())
-    assert set(kept(keys.tolist(), [0] * 40, 20, mixture=0)) == least | set(range(32, 40))
+    assert set(kept_positions(keys.tolist(), [0] * 40, 20, mixture=0)) == least | set(range(32, 40))
 
 
 def test_default_window_is_the_newest_eight_queries():

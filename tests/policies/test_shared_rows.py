@@ -14,13 +14,13 @@ from kvtool.policy.ranked import apportion
 SHARING = ["expected", "h2o", "keydiff", "knorm", "kvzip", "rkv", "scissorhands", "snapkv", "tova"]
 LAYERED = ["expected", "snapkv"]
 
-OWN = {"tova": ["per=row"]}
+ROW_OPTIONS = {"tova": ["per=row"]}
 """Additional parameters that a policy needs for these tests."""
 
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 
 
-def kept(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, live=None):
+def kept_positions(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, live=None):
     """Return the cells that stay in each row. The cells hold the tokens 0, 1, ..."""
     score = np.array(score, np.float32)
     n_row, n = score.shape
@@ -38,43 +38,43 @@ NEEDY = [[5, 6, 7, 8, 9], [1, 2, 3, 4, 0]]
 
 
 def test_layer_keeps_its_highest_scores_from_any_row():
-    assert kept(NEEDY, 2) == [[1, 2, 3, 4], []]
-    assert kept(NEEDY, 3) == [[0, 1, 2, 3, 4], [3]]
+    assert kept_positions(NEEDY, 2) == [[1, 2, 3, 4], []]
+    assert kept_positions(NEEDY, 3) == [[0, 1, 2, 3, 4], [3]]
 
 
 def test_each_row_keeps_at_least_its_floor_and_at_most_its_limit():
-    assert kept(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
-    assert kept(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
-    assert kept(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
+    assert kept_positions(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
+    assert kept_positions(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
+    assert kept_positions(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
     # both rows are at their limit, so the rest of the budget stays unused
-    assert kept(NEEDY, 4, n_most=3) == [[2, 3, 4], [1, 2, 3]]
+    assert kept_positions(NEEDY, 4, n_most=3) == [[2, 3, 4], [1, 2, 3]]
 
 
 def test_protected_tokens_stay_and_count_towards_floor_and_limit():
     ends = {"first": 1, "recent": 4}
-    assert kept(NEEDY, 3, **ends) == [[0, 2, 3, 4], [0, 4]]
-    assert kept(NEEDY, 3, n_floor=3, **ends) == [[0, 3, 4], [0, 3, 4]]
-    assert kept(NEEDY, 3, n_floor=2, **ends) == kept(NEEDY, 3, **ends)
-    assert kept(NEEDY, 3, n_most=3, **ends) == [[0, 3, 4], [0, 3, 4]]
+    assert kept_positions(NEEDY, 3, **ends) == [[0, 2, 3, 4], [0, 4]]
+    assert kept_positions(NEEDY, 3, n_floor=3, **ends) == [[0, 3, 4], [0, 3, 4]]
+    assert kept_positions(NEEDY, 3, n_floor=2, **ends) == kept_positions(NEEDY, 3, **ends)
+    assert kept_positions(NEEDY, 3, n_most=3, **ends) == [[0, 3, 4], [0, 3, 4]]
 
 
 def test_layers_share_no_budget_and_dead_cells_are_ignored():
-    assert kept([*NEEDY, *NEEDY], 2, layer=[0, 0, 1, 1]) == [[1, 2, 3, 4], []] * 2
-    assert kept(NEEDY, 2, layer=[0, 1]) == [[3, 4], [2, 3]]
-    assert kept(NEEDY, 2, live=[2, 4]) == [[0, 1], [2, 3]]
-    assert kept(NEEDY, 2, live=[2, 2]) == [[0, 1], [0, 1]]
+    assert kept_positions([*NEEDY, *NEEDY], 2, layer=[0, 0, 1, 1]) == [[1, 2, 3, 4], []] * 2
+    assert kept_positions(NEEDY, 2, layer=[0, 1]) == [[3, 4], [2, 3]]
+    assert kept_positions(NEEDY, 2, live=[2, 4]) == [[0, 1], [2, 3]]
+    assert kept_positions(NEEDY, 2, live=[2, 2]) == [[0, 1], [0, 1]]
 
 
 def test_ties_keep_the_newer_token_then_the_earlier_row():
-    assert kept(np.zeros((3, 4)), 2) == [[2, 3], [2, 3], [2, 3]]
-    assert kept(np.zeros((2, 5)), 1, n_floor=1) == [[4], [4]]
-    assert kept([[0, 0, 0], [0, 0, 0], [9, 9, 9]], 2) == [[1, 2], [2], [0, 1, 2]]
-    assert kept([[0] * 4] * 3 + [[9] * 4], 3) == [[1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2, 3]]
+    assert kept_positions(np.zeros((3, 4)), 2) == [[2, 3], [2, 3], [2, 3]]
+    assert kept_positions(np.zeros((2, 5)), 1, n_floor=1) == [[4], [4]]
+    assert kept_positions([[0, 0, 0], [0, 0, 0], [9, 9, 9]], 2) == [[1, 2], [2], [0, 1, 2]]
+    assert kept_positions([[0] * 4] * 3 + [[9] * 4], 3) == [[1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2, 3]]
 
 
 @every_sharing_policy
 def test_layers_hold_their_budget_and_rows_stay_within_their_limits(name):
-    policy = policies.fit(name, 40, 8, [*OWN.get(name, []), "heads=adaptive", "window=2"])
+    policy = policies.fit(name, 40, 8, [*ROW_OPTIONS.get(name, []), "heads=adaptive", "window=2"])
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
     # becomes True when the two rows of a layer hold different numbers of cells
     differ = False
@@ -95,7 +95,7 @@ def test_layers_hold_their_budget_and_rows_stay_within_their_limits(name):
 @every_sharing_policy
 def test_requested_budget_is_the_mean_over_rows(name):
     equal, shared = (
-        policies.fit(name, 64, 8, options) for options in ([], [*OWN.get(name, []), "heads=adaptive"])
+        policies.fit(name, 64, 8, options) for options in ([], [*ROW_OPTIONS.get(name, []), "heads=adaptive"])
     )
     assert (equal.n_asked, equal.budget, equal.ragged) == (64, 64, False)
     assert (shared.n_asked, shared.budget, shared.ragged) == (64, 128, True)
@@ -110,7 +110,7 @@ def test_requested_budget_is_the_mean_over_rows(name):
 def test_floor_of_one_keeps_the_tokens_of_separate_rows(name):
     runs = []
     for options in ([], ["heads=adaptive", "floor=1"]):
-        policy = policies.fit(name, 40, 8, [*OWN.get(name, []), *options])
+        policy = policies.fit(name, 40, 8, [*ROW_OPTIONS.get(name, []), *options])
         cache = Cache(2, 2, 120, policy, seed=0, n_value=4096, twin=False)
         rows = []
         for _ in range(8):
@@ -169,11 +169,11 @@ def test_layers_divide_the_budget_by_the_entropy_of_their_scores(name, heads):
         rows = np.flatnonzero(view.layer == layer)
         is_open = (view.pos[rows] >= 1) & (view.pos[rows] < recent)
         weights.append(entropy_of(scores[rows][is_open].tolist()))
-    want = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
+    expected = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
     n_kept = plan.keep.sum(axis=1).reshape(3, 2)
-    assert len(set(want)) > 1
-    # `want` is rounded down for each row, so a layer of two rows may hold up to two tokens more
-    assert set(n_kept.sum(axis=1) - 2 * np.array(want)) <= {0, 1, 2}
+    assert len(set(expected)) > 1
+    # `expected` is rounded down for each row, so a layer of two rows may hold up to two tokens more
+    assert set(n_kept.sum(axis=1) - 2 * np.array(expected)) <= {0, 1, 2}
     assert 6 * 32 - 6 <= n_kept.sum() <= 6 * 32
     assert (n_kept[:, 0] == n_kept[:, 1]).all() == (heads == "equal")
     if heads == "equal":

@@ -8,27 +8,27 @@ from kvtool import policies
 from kvtool.policies.snapkv import SnapKV
 
 
-def kept(votes, n_keep, **params):
+def kept_positions(votes, n_keep, **params):
     return kept_at_first(SnapKV.fit(n_keep + 1, 1, **params), view_of(len(votes), recent=votes))
 
 
 def test_vote_also_keeps_neighbouring_tokens():
     votes = [0, 0, 0, 9, 0, 0, 0, 0, 0, 0]
-    assert kept(votes, 4, window=1, kernel=3) == [2, 3, 4, 9]
-    assert kept(votes, 4, window=1, kernel=3, pool="max") == [2, 3, 4, 9]
+    assert kept_positions(votes, 4, window=1, kernel=3) == [2, 3, 4, 9]
+    assert kept_positions(votes, 4, window=1, kernel=3, pool="max") == [2, 3, 4, 9]
     # on ties, the newer token stays
-    assert kept(votes, 4, window=1, kernel=1) == [3, 7, 8, 9]
+    assert kept_positions(votes, 4, window=1, kernel=1) == [3, 7, 8, 9]
 
 
 def test_avg_and_max_pooling_keep_different_tokens():
     votes = [0, 5, 0, 0, 3, 0, 3, 0, 0, 0]
-    assert kept(votes, 2, window=1, kernel=3) == [5, 9]
-    assert kept(votes, 2, window=1, kernel=3, pool="max") == [2, 9]
+    assert kept_positions(votes, 2, window=1, kernel=3) == [5, 9]
+    assert kept_positions(votes, 2, window=1, kernel=3, pool="max") == [2, 9]
 
 
 def test_votes_for_the_window_are_not_pooled():
     votes = [0, 1, 0, 0, 0, 0, 0, 0, 9, 9]
-    assert kept(votes, 4, window=2, kernel=3) == [1, 2, 8, 9]
+    assert kept_positions(votes, 4, window=2, kernel=3) == [1, 2, 8, 9]
 
 
 def test_pooling_of_the_twin_matches_the_published_code():

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cache import kept, kept_at_first, view_of
+from fake_cache import kept_at_first, kept_positions, view_of
 
 from kvtool import parameters, policies
 from kvtool.errors import PlanError, UsageError
 from kvtool.policy import Plan
-from tests.cli.called import called
-from tests.engine.running import open_engine, text
+from tests.cli.in_process_command import run_kvtool
+from tests.engine.exact_engines import open_engine, random_tokens
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-policy.md"
 
 
 @pytest.fixture
-def written(tmp_path):
+def policy_file(tmp_path):
     """The policy in docs/writing-a-policy.md, saved as a file."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)
     path = tmp_path / "mine.py"
@@ -31,12 +31,12 @@ def written(tmp_path):
     return path
 
 
-def test_documented_policy_has_at_most_40_lines(written):
-    assert len(written.read_text(encoding="utf-8").splitlines()) <= 40
+def test_documented_policy_has_at_most_40_lines(policy_file):
+    assert len(policy_file.read_text(encoding="utf-8").splitlines()) <= 40
 
 
-def test_documented_policy_explains_its_parameters(written):
-    (listed,) = json.loads(called("policies", written, "--json").stdout)
+def test_documented_policy_explains_its_parameters(policy_file):
+    (listed,) = json.loads(run_kvtool("policies", policy_file, "--json").stdout)
     assert listed["explained"] == {
         "window": "newest tokens, never evicted.",
         "sinks": "first tokens, never evicted.",
@@ -86,26 +86,26 @@ def test_a_docstring_explains_parameters_in_any_style(doc):
     assert explained == {"window": "newest tokens, never evicted.", "like": "how much: 0 to 1."}
 
 
-def test_documented_policy_runs(tiny_model, written):
-    policy = policies.fit(str(written), 48, 8, ["window=10"])
+def test_documented_policy_runs(tiny_model, policy_file):
+    policy = policies.fit(str(policy_file), 48, 8, ["window=10"])
     assert (policy.window, policy.sinks) == (10, 4)
     with open_engine(tiny_model(), policy) as engine:
-        engine.read(text(200))
+        engine.read(random_tokens(200))
         assert engine.n_evicted == 200 - engine.n_kv > 100
         assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :4] == np.arange(4)).all()
 
 
-def test_documented_policy_keeps_the_highest_average(written):
-    policy = policies.load(str(written))(4, 1, window=1, sinks=0)
+def test_documented_policy_keeps_the_highest_average(policy_file):
+    policy = policies.load(str(policy_file))(4, 1, window=1, sinks=0)
     # token 3 is the newest, so it is protected. The averages of tokens 0, 2 and 1 are 1, 1 and 1/3
     assert kept_at_first(policy, view_of([3, 0, 2, 1], attn=[0, 4, 2, 1])) == [0, 2, 3]
 
 
-def test_refused_budget_names_the_smallest_for_a_user_s_policy(written):
+def test_refused_budget_names_the_smallest_for_a_user_s_policy(policy_file):
     with pytest.raises(
         UsageError, match=r"a budget of 20 is too small for .*\.py with --evict-every 2; use at least 38$"
     ):
-        policies.fit(str(written), 20, 2)
+        policies.fit(str(policy_file), 20, 2)
 
 
 LACKING = """from dataclasses import dataclass
@@ -133,10 +133,10 @@ class POLICY({}):
 def test_file_without_a_valid_policy_is_refused_with_one_line(tmp_path, code, complaint):
     path = tmp_path / "mine.py"
     path.write_text(code)
-    with pytest.raises(UsageError, match=complaint) as refused:
+    with pytest.raises(UsageError, match=complaint) as caught:
         policies.load(str(path))
-    assert re.match(rf"{re.escape(str(path))}(: | defines )", str(refused.value))
-    assert "\n" not in str(refused.value)
+    assert re.match(rf"{re.escape(str(path))}(: | defines )", str(caught.value))
+    assert "\n" not in str(caught.value)
 
 
 SUBCLASS = """from dataclasses import dataclass
@@ -181,7 +181,7 @@ def fill_and_evict(engine):
     """Let an engine evict from a full cache. If the eviction fails, check that it has changed nothing."""
     engine.pin(6)
     engine.hold(3)
-    for token in text(48):
+    for token in random_tokens(48):
         engine.step(np.array([token]))
     before = (engine.rows.pos.copy(), engine.n_kv, engine.context.state())
     try:
@@ -230,8 +230,8 @@ def fill_and_evict(engine):
         ),
     ],
 )
-def test_invalid_plan_is_refused_and_the_cache_stays_unchanged(tiny_model, written, old, new, complaint):
-    refused(tiny_model, written, old, new, complaint)
+def test_invalid_plan_is_refused_and_the_cache_stays_unchanged(tiny_model, policy_file, old, new, complaint):
+    assert_refused(tiny_model, policy_file, old, new, complaint)
 
 
 FEW = r"ValueError: the score must be of shape \[\d+, 48 or more\], got"
@@ -255,18 +255,18 @@ TYPE = "TypeError: the score must be of type float32, got"
         ),
     ],
 )
-def test_invalid_scores_are_refused_before_kernels_read_them(tiny_model, written, score, complaint):
+def test_invalid_scores_are_refused_before_kernels_read_them(tiny_model, policy_file, score, complaint):
     new = SCORES.replace("return", "score =") + f"        return {score}\n"
-    refused(tiny_model, written, SCORES, new, rf"Average.scores: .*{complaint}.*(?<!, line ..\))$")
+    assert_refused(tiny_model, policy_file, SCORES, new, rf"Average.scores: .*{complaint}.*(?<!, line ..\))$")
 
 
 @pytest.mark.parametrize("layout", [np.array, np.asfortranarray, lambda a: np.repeat(a, 2, 1)[:, ::2]])
-def test_a_score_may_have_any_layout_in_memory(written, layout):
+def test_a_score_may_have_any_layout_in_memory(policy_file, layout):
     view = view_of([[3, 0, 2, 1, 4]] * 2, attn=None)
-    policy = policies.load(str(written))(4, 2, window=1, sinks=0)
+    policy = policies.load(str(policy_file))(4, 2, window=1, sinks=0)
     score = layout(np.array([[1, 3, 2, 0, 0], [3, 1, 2, 0, 0]], np.float32))
     score.flags.writeable = False
-    assert kept(view, Plan(policy.highest(view, score))) == [[0, 4], [3, 4]]
+    assert kept_positions(view, Plan(policy.highest(view, score))) == [[0, 4], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,13 @@ def test_a_score_may_have_any_layout_in_memory(written, layout):
         ("sum_rows(view, score, 'head')", "ValueError: per must be one of row, layer, all, got 'head'"),
     ],
 )
-def test_helper_functions_refuse_invalid_arguments_and_name_the_line(tiny_model, written, call, complaint):
+def test_helper_functions_refuse_invalid_arguments_and_name_the_line(
+    tiny_model, policy_file, call, complaint
+):
     new = planned("score = self.scores(view, state)", f"return Plan({call})")
-    refused(tiny_model, written, SCORES, new, rf"Average.plan: .*{complaint}.* \(mine.py, line 3\d\)")
+    assert_refused(
+        tiny_model, policy_file, SCORES, new, rf"Average.plan: .*{complaint}.* \(mine.py, line 3\d\)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,11 +298,13 @@ def test_helper_functions_refuse_invalid_arguments_and_name_the_line(tiny_model,
         ("return cls(budget, slack, window=9.5)", "window must be a whole number, got 9.5"),
     ],
 )
-def test_invalid_fit_method_is_refused_with_one_line(written, fit, complaint):
+def test_invalid_fit_method_is_refused_with_one_line(policy_file, fit, complaint):
     lines = f"    @classmethod\n    def fit(cls, budget, slack, **params):\n        {fit}\n\n    def start"
-    written.write_text(written.read_text(encoding="utf-8").replace("    def start", lines), encoding="utf-8")
+    policy_file.write_text(
+        policy_file.read_text(encoding="utf-8").replace("    def start", lines), encoding="utf-8"
+    )
     with pytest.raises(UsageError, match=complaint) as error:
-        policies.fit(str(written), 48)
+        policies.fit(str(policy_file), 48)
     assert "\n" not in str(error.value)
 
 
@@ -313,51 +319,51 @@ def _scaled(scores):
 """
 
 
-def test_an_error_of_a_kernel_names_its_cause_and_its_line(tiny_model, written):
-    code = written.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
-    written.write_text(code, encoding="utf-8")
+def test_an_error_of_a_kernel_names_its_cause_and_its_line(tiny_model, policy_file):
+    code = policy_file.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
+    policy_file.write_text(code, encoding="utf-8")
     line = code.splitlines().index("    return scores.no_such_attribute") + 1
     complaint = rf"no_such_attribute.* \(mine.py, line {line}\)$"
-    refused(
+    assert_refused(
         tiny_model,
-        written,
+        policy_file,
         SCORES,
         SCORES.replace("return ", "return _scaled(").replace("\n", ")\n"),
         complaint,
     )
     # a policy need not call all of its kernels, so a faulty one is no error before it is called
-    policies.load_kernels(policies.fit(str(written), 48))
+    policies.load_kernels(policies.fit(str(policy_file), 48))
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT", "0") != "0", reason="nothing is compiled")
 @pytest.mark.parametrize("command", ["perplexity", "inspect", "compare"])
-def test_kernels_are_compiled_before_a_run_is_timed(tiny_model, written, command):
-    code = written.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
+def test_kernels_are_compiled_before_a_run_is_timed(tiny_model, policy_file, command):
+    code = policy_file.read_text(encoding="utf-8").replace("@dataclass", f"{KERNEL}@dataclass", 1)
     code = code.replace("scores.no_such_attribute", "scores * np.float32(2)")
     code = code.replace(SCORES, SCORES.replace("return ", "return _scaled(").replace("\n", ")\n"))
     # print whether the kernel is compiled each time the policy observes; the first time counts
     start = "        print('compiled', _scaled._compiled is not None)\n"
     code = code.replace("def observe(self, view, state):\n", f"def observe(self, view, state):\n{start}")
-    written.write_text(code, encoding="utf-8")
-    file = written.with_name("text.txt")
+    policy_file.write_text(code, encoding="utf-8")
+    file = policy_file.with_name("text.txt")
     file.write_text("The tide came in. " * 10)
     policy = "--policies" if command == "compare" else "--policy"
-    options = ("-m", tiny_model(), policy, written, "--budget", 48, "-t", 1, "--max-tokens", 60)
-    done = called(command, file, *options)
+    options = ("-m", tiny_model(), policy, policy_file, "--budget", 48, "-t", 1, "--max-tokens", 60)
+    done = run_kvtool(command, file, *options)
     assert done.returncode == 0, done.stderr
     # `compare` shows a policy's output on stderr, after the line about the run of `full`
     assert re.search("^compiled (.*)", done.stdout + done.stderr, re.M)[1] == "True"
 
 
-def test_parameter_without_a_default_is_required(written):
-    code = written.read_text(encoding="utf-8").replace(
+def test_parameter_without_a_default_is_required(policy_file):
+    code = policy_file.read_text(encoding="utf-8").replace(
         "    window: int = 32", "    alpha: float\n    window: int = 32"
     )
-    written.write_text(code, encoding="utf-8")
-    assert re.search(r"^alpha +required", called("policies", written).stdout, re.M)
+    policy_file.write_text(code, encoding="utf-8")
+    assert re.search(r"^alpha +required", run_kvtool("policies", policy_file).stdout, re.M)
     with pytest.raises(UsageError, match=r"mine.py: set it with -o alpha=\.\.\.$"):
-        policies.fit(str(written), 48)
-    assert policies.fit(str(written), 48, 8, ["alpha=0.5", "window=9"]).alpha == 0.5
+        policies.fit(str(policy_file), 48)
+    assert policies.fit(str(policy_file), 48, 8, ["alpha=0.5", "window=9"]).alpha == 0.5
 
 
 TYPED = """from dataclasses import dataclass
@@ -389,8 +395,8 @@ class POLICY(H2O):
 def test_types_of_parameters(tmp_path, kind, typed, value, refused):
     path = tmp_path / "mine.py"
     path.write_text(TYPED.format(kind))
-    got = policies.fit(str(path), 64, 8, [f"x={typed}"]).x
-    assert (got, type(got)) == (value, type(value))
+    actual = policies.fit(str(path), 64, 8, [f"x={typed}"]).x
+    assert (actual, type(actual)) == (value, type(value))
     if refused:
         with pytest.raises(UsageError, match=f"^{re.escape(f'{path}: {refused}')}$"):
             policies.fit(str(path), 64, 8, ["x=2.5"])
@@ -399,7 +405,7 @@ def test_types_of_parameters(tmp_path, kind, typed, value, refused):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "type_name"),
     [
         ("int | str", "int | str"),
         ("int | str | None", "int | str | None"),
@@ -412,21 +418,22 @@ def test_types_of_parameters(tmp_path, kind, typed, value, refused):
         ("object", "object"),
     ],
 )
-def test_other_types_of_parameters_are_refused_when_the_file_is_loaded(tmp_path, kind, told):
+def test_other_types_of_parameters_are_refused_when_the_file_is_loaded(tmp_path, kind, type_name):
     path = tmp_path / "mine.py"
     path.write_text(TYPED.format(kind))
-    said = (
-        f"{path}: POLICY: x cannot be of type {told}; use bool, int, float, str, tuple[int, ...], Literal, or"
+    message = (
+        f"{path}: POLICY: x cannot be of type {type_name}; "
+        "use bool, int, float, str, tuple[int, ...], Literal, or"
     )
-    with pytest.raises(UsageError, match=f"^{re.escape(said)} one of these with . None$"):
+    with pytest.raises(UsageError, match=f"^{re.escape(message)} one of these with . None$"):
         policies.load(str(path))
 
 
 def test_an_unknown_name_in_a_type_is_refused_when_the_file_is_loaded(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(f"from __future__ import annotations\n{TYPED.format('Nothing')}")
-    said = f"{path}: POLICY: NameError in the type of a field: name 'Nothing' is not defined"
-    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+    message = f"{path}: POLICY: NameError in the type of a field: name 'Nothing' is not defined"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         policies.load(str(path))
 
 
@@ -435,12 +442,12 @@ def test_types_of_built_in_parameters_are_known(name):
     parameters.check_types(policies.load(name), name)
 
 
-def refused(tiny_model, written, old, new, complaint):
+def assert_refused(tiny_model, policy_file, old, new, complaint):
     """Check that the document's policy fails with a one-line message if `old` is replaced by `new`."""
-    code = written.read_text(encoding="utf-8")
+    code = policy_file.read_text(encoding="utf-8")
     assert code.count(old) == 1
-    written.write_text(code.replace(old, new), encoding="utf-8")
-    policy = policies.fit(str(written), 48, 8, ["window=10"])
+    policy_file.write_text(code.replace(old, new), encoding="utf-8")
+    policy = policies.fit(str(policy_file), 48, 8, ["window=10"])
     with pytest.raises(PlanError, match=complaint) as error, open_engine(tiny_model(), policy) as engine:
         fill_and_evict(engine)
     assert "\n" not in str(error.value)
@@ -458,6 +465,6 @@ def test_policy_is_fitted_again_only_for_budgets_in_bytes(tiny_model, tmp_path, 
         "        return cls(budget, slack, **params)\n"
     )
     options = ["-m", tiny_model(), "--policy", path, "--budget", budget]
-    done = called("generate", "hi", "--raw", "-n", 2, *options)
+    done = run_kvtool("generate", "hi", "--raw", "-n", 2, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fitted") == n

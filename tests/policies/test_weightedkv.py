@@ -23,15 +23,15 @@ def merged(average, policy, pinned=0):
 
 
 def test_merge_weights_match_figure_3_of_the_paper():
-    merges, kept = merged([0.7, 0.1, 0.5, 0.6, 0.8], WeightedKV(5, 1, window=1, sinks=0))
-    assert kept == [0, 2, 3, 4]
+    merges, positions = merged([0.7, 0.1, 0.5, 0.6, 0.8], WeightedKV(5, 1, window=1, sinks=0))
+    assert positions == [0, 2, 3, 4]
     assert merges == {2: pytest.approx({1: 1 / 6, 2: 5 / 6})}
 
 
 def test_merges_include_earlier_merges():
     # token 2 merges into 3, then 3 into 4. Token 1 merges last, into token 4, which is its neighbour by then
-    merges, kept = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
-    assert kept == [0, 4, 5]
+    merges, positions = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
+    assert positions == [0, 4, 5]
     third = {2: 1 / 3 * 2 / 6, 3: 2 / 3 * 2 / 6, 4: 4 / 6}
     assert merges == {4: pytest.approx({1: 3 / 7, **{src: weight * 4 / 7 for src, weight in third.items()}})}
 
@@ -43,8 +43,8 @@ def test_values_without_attention_get_equal_weights():
 
 def test_the_average_decides_not_the_sum():
     # all averages are equal, so the oldest token is evicted, although it has the largest sum
-    _, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 1, window=1, sinks=0))
-    assert kept == [1, 2, 3, 4]
+    _, positions = merged([1, 1, 1, 1, 1], WeightedKV(5, 1, window=1, sinks=0))
+    assert positions == [1, 2, 3, 4]
 
 
 def test_the_weights_of_a_merged_value_add_up_to_one():
@@ -73,8 +73,8 @@ def test_merge_false_evicts_without_merging():
 
 def test_value_of_an_evicted_newest_token_is_lost():
     # more tokens are pinned than may stay. The engine never makes such a view
-    merges, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 3, window=1, sinks=0), pinned=3)
-    assert kept == [0, 1, 2]
+    merges, positions = merged([1, 1, 1, 1, 1], WeightedKV(5, 3, window=1, sinks=0), pinned=3)
+    assert positions == [0, 1, 2]
     assert merges == {}
 
 

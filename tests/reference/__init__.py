@@ -94,14 +94,14 @@ def keep_ranked(scores, ends):
     """
     if ends.is_shared:
         return keep_shared(scores, ends.first, ends.recent, ends.n_keep, ends.floor, ends.n_most)
-    kept = []
+    positions = []
     for score in scores:
         alive = sorted(score)
         while len(alive) > ends.n_keep:
             between = (pos for pos in alive if ends.first <= pos < ends.recent)
             alive.remove(min(between, key=lambda pos: (score[pos], pos)))
-        kept.append(alive)
-    return kept
+        positions.append(alive)
+    return positions
 
 
 def keep_shared(scores, first, recent, n_keep, floor, most):

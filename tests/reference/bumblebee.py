@@ -70,32 +70,32 @@ def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest, cosine="
     tokens that are compared for the next choice, out of the remaining tokens.
     """
     pairs = similarities([token["key"] for token in row], cosine=cosine)
-    every = range(len(row))
-    chosen = [token for token in every if row[token]["pos"] in stays]
-    rest = [token for token in every if token not in chosen]
-    while len(chosen) < n_keep and rest:
+    indices = range(len(row))
+    members = [token for token in indices if row[token]["pos"] in stays]
+    rest = [token for token in indices if token not in members]
+    while len(members) < n_keep and rest:
         # `sample` may shuffle `rest` in place, so the index of the chosen token is looked up afterwards
         best = max(
             sample(rest),
             key=lambda token: (
-                worth([*chosen, token], every, row, pairs, mixture, phi),
+                worth([*members, token], indices, row, pairs, mixture, phi),
                 row[token]["pos"],
             ),
         )
-        chosen.append(best)
-        at = rest.index(best)
-        rest[at] = rest[-1]
+        members.append(best)
+        index = rest.index(best)
+        rest[index] = rest[-1]
         rest.pop()
-    return [row[token]["pos"] for token in chosen]
+    return [row[token]["pos"] for token in members]
 
 
-def worth(chosen, ground, row, pairs, mixture, phi):
-    """Return the objective g of Algorithm 1 for the tokens `chosen` from the set `ground`."""
-    chosen, ground = list(chosen), list(ground)
-    f = float(pairs[np.ix_(ground, chosen)].max(axis=1).sum()) / len(ground) if chosen else 0.0
+def worth(members, ground, row, pairs, mixture, phi):
+    """Return the objective g of Algorithm 1 for the tokens `members` from the set `ground`."""
+    members, ground = list(members), list(ground)
+    f = float(pairs[np.ix_(ground, members)].max(axis=1).sum()) / len(ground) if members else 0.0
     mass = math.fsum(row[token]["mass"] for token in ground)
     full = PHI[phi](mass)
-    c = PHI[phi](math.fsum(row[token]["mass"] for token in chosen)) / full if full else 0.0
+    c = PHI[phi](math.fsum(row[token]["mass"] for token in members)) / full if full else 0.0
     return mixture * f + (1 - mixture) * c
 
 

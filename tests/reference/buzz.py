@@ -95,8 +95,8 @@ def interval_sample(stride, tokens, n_spare=None):
 
 
 def local_max_sample(stride, tokens):
-    kept = []
+    maxima = []
     for i in range(0, len(tokens), stride):
         segment = tokens[i : i + stride]
-        kept.append(max(segment, key=lambda token: token["mass"]))
-    return kept
+        maxima.append(max(segment, key=lambda token: token["mass"]))
+    return maxima

@@ -15,14 +15,16 @@ CASES = [
 
 
 def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator, seed):
-    kept, merges = [], []
+    positions, merges = [], []
     for row in rows:
         attention = {t["pos"]: _score(t, next, score) for t in row}
-        gone = [pos for pos in attention if pos >= max(sinks, pinned)][: max(len(row) - (budget - slack), 0)]
-        stay = [pos for pos in attention if pos not in gone]
-        kept.append(stay)
+        evicted = [pos for pos in attention if pos >= max(sinks, pinned)][
+            : max(len(row) - (budget - slack), 0)
+        ]
+        stay = [pos for pos in attention if pos not in evicted]
+        positions.append(stay)
         merges.append({})
-        for pos in gone:
+        for pos in evicted:
             after = [other for other in stay if other > pos]
             compared = {"mean": after, "targets": after[:merge], "max": stay}[denominator]
             compared = [attention[other] for other in compared]
@@ -31,7 +33,7 @@ def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator,
             if chance / 2**24 < _probability(attention[pos], right):
                 for other in after[:merge]:
                     merges[-1].setdefault(other, [(other, 1)]).append((pos, 1 / merge))
-    return kept, merges
+    return positions, merges
 
 
 def _score(token, next, score):

@@ -92,8 +92,8 @@ class Clusters:
         before = np.cumsum(size[best]) - size[best]
         looked = best[before < self.exact * min(n_tokens, N_APART)]
         exact = (of < 0) | np.isin(of, names[looked])
-        rest = np.setdiff1d(np.arange(len(names)), looked)
+        others = np.setdiff1d(np.arange(len(names)), looked)
         return (
-            np.concatenate((logits[..., exact], rough[..., rest]), axis=-1),
-            np.concatenate((values[exact], share.T[rest] @ values)),
+            np.concatenate((logits[..., exact], rough[..., others]), axis=-1),
+            np.concatenate((values[exact], share.T[others] @ values)),
         )

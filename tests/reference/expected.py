@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
+def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **options):
     """Keep the tokens with the highest scores.
 
     rows: in each record, `future` has a pair for each head of the group: the mean and the variance of its
@@ -40,7 +40,7 @@ def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
             share /= len(token["future"])
             score[token["pos"]] = np.float32((share + epsilon) * token["value_norm"] if lengths else share)
         scores.append(score)
-    return keep_ranked(scores, ends(sinks=sinks, **how))
+    return keep_ranked(scores, ends(sinks=sinks, **options))
 
 
 def softmax(values):

@@ -29,7 +29,7 @@ CASES = [
 GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 
-def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_beyond=1.0, n_ctx=0, **how):
+def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_beyond=1.0, n_ctx=0, **options):
     """Keep the highest scores. Unless `per` is "row", a token's scores in all rows are added up."""
     observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
     scores = [{token["pos"]: token["notes"]["mass"] for token in row} for row in rows]
@@ -41,7 +41,7 @@ def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_be
         scores = [
             {pos: mass / np.float32(next - pos) for pos, mass in row_scores.items()} for row_scores in scores
         ]
-    return keep_ranked(scores, ends(next=next, **how))
+    return keep_ranked(scores, ends(next=next, **options))
 
 
 def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):
@@ -49,6 +49,6 @@ def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):
         decay = min(decay, decay_beyond)
     for row in rows:
         fading = np.float32(decay ** n_arrived(row))
-        for token, seen in zip(row, news(row), strict=True):
-            come = np.float32(sum(GROUP[group](heads) for _, heads in seen))
+        for token, attention in zip(row, news(row), strict=True):
+            come = np.float32(sum(GROUP[group](heads) for _, heads in attention))
             token["notes"]["mass"] = token["notes"].get("mass", np.float32(0)) * fading + come

@@ -17,8 +17,8 @@ CASES = [
 ]
 
 
-def keep(rows, **how):
-    return keep_ranked([_unlikeness(row) for row in rows], ends(**how))
+def keep(rows, **options):
+    return keep_ranked([_unlikeness(row) for row in rows], ends(**options))
 
 
 def _unlikeness(row):

@@ -14,6 +14,6 @@ CASES = [
 ]
 
 
-def keep(rows, **how):
+def keep(rows, **options):
     scores = [{token["pos"]: -sum(x * x for x in token["key"]) for token in row} for row in rows]
-    return keep_ranked(scores, ends(**how))
+    return keep_ranked(scores, ends(**options))

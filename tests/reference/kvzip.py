@@ -21,20 +21,20 @@ CASES = [
 ]
 
 
-def keep(rows, *, chunk, **how):
+def keep(rows, *, chunk, **options):
     scores = [{token["pos"]: token["notes"].get("score", math.inf) for token in row} for row in rows]
-    return keep_ranked(scores, ends(**how))
+    return keep_ranked(scores, ends(**options))
 
 
-def reconstruct(stream, begin, end, asked, repeated):
+def reconstruct(stream, begin, end, prompt, repeated):
     """Let a stream repeat its tokens at positions [begin, end), note their scores, then rewind the stream.
 
-    repeated: the tokens to repeat. asked: the request to repeat them, which is decoded first.
+    repeated: the tokens to repeat. prompt: the request to repeat them, which is decoded first.
     """
     n, next, counter = stream.n, stream.next, stream.counter
     rows = [row for rows in stream.rows for row in rows]
     n_step = [len(row.steps) for row in rows]
-    stream.decode([*asked, *repeated])
+    stream.decode([*prompt, *repeated])
     for row, m in zip(rows, n_step, strict=True):
         # several layers may read a row
         score = np.max([attn[..., :n].max(axis=(0, 1)) for _, _, attn, _ in row.steps[m:]], axis=0)

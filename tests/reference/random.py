@@ -5,11 +5,11 @@ from . import ends, keep_ranked
 CASES = [[], ["window=1", "sinks=2", "seed=7"], ["window=0", "seed=-1"]]
 
 
-def keep(rows, *, next, seed, **how):
+def keep(rows, *, next, seed, **options):
     scores = [
         {token["pos"]: hash_of(seed, next, token["row"], token["pos"]) >> 40 for token in row} for row in rows
     ]
-    return keep_ranked(scores, ends(next=next, **how))
+    return keep_ranked(scores, ends(next=next, **options))
 
 
 def hash_of(*numbers):

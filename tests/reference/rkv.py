@@ -19,8 +19,8 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, window, mixture, kernel, threshold, similar, **how):
-    limits, scores = ends(next=next, window=window, **how), []
+def keep(rows, *, next, window, mixture, kernel, threshold, similar, **options):
+    limits, scores = ends(next=next, window=window, **options), []
     for row in rows:
         before = [token for token in row if token["pos"] < limits.recent]
         votes = [sum(max(heads) for t, heads in token["seen"] if t > next - window) for token in before]

@@ -15,12 +15,12 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, slack, history, **how):
+def keep(rows, *, next, slack, history, **options):
     n_part = min(8, -(-history // slack))
     n_query = -(-history // n_part)
     counts = [_count(row, next, n_part, n_query) for row in rows]
     scores = [{pos: -count for pos, count in row_counts.items()} for row_counts in counts]
-    return keep_ranked(scores, ends(next=next, slack=slack, **how))
+    return keep_ranked(scores, ends(next=next, slack=slack, **options))
 
 
 def _count(row, next, n_part, n_query):
@@ -31,9 +31,9 @@ def _count(row, next, n_part, n_query):
     """
     part = (next - 1) // n_query
     count = {}
-    for token, seen in zip(row, news(row), strict=True):
+    for token, attention in zip(row, news(row), strict=True):
         history = token["notes"].setdefault("history", {})
-        low = sum(a < 1 / t for t, heads in seen for a in heads)
+        low = sum(a < 1 / t for t, heads in attention for a in heads)
         history[part] = history.get(part, 0) + low
         count[token["pos"]] = sum(history.get(part - i, 0) for i in range(n_part))
     return count

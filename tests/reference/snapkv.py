@@ -15,8 +15,8 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, window, kernel, pool, **how):
-    limits, scores = ends(next=next, window=window, **how), []
+def keep(rows, *, next, window, kernel, pool, **options):
+    limits, scores = ends(next=next, window=window, **options), []
     for row in rows:
         before = [token for token in row if token["pos"] < limits.recent]
         votes = [sum(sum(heads) for t, heads in token["seen"] if t > next - window) for token in before]

@@ -11,9 +11,9 @@ CASES = [
 ]
 
 
-def keep(rows, *, per, **how):
+def keep(rows, *, per, **options):
     scores = [{token["pos"]: token["last"] for token in row} for row in rows]
     if per == "layer":
         total = {pos: sum(score[pos] for score in scores) for pos in scores[0]}
         scores = [total] * len(rows)
-    return keep_ranked(scores, ends(**how))
+    return keep_ranked(scores, ends(**options))

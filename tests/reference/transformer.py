@@ -35,7 +35,7 @@ class Row:
     steps: the batches that are not in `seen` yet, each as (t, positions of the row's entries, attention
     f64[head, query, entry], is_first). See Stream._note.
     old, notes: for each entry, the values of these names in the records; at first False and empty.
-    asked: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
+    queries: for each query so far, its position, and its vectors f64[head, head_dim] for all heads that read
     the row.
     number: index of the row among the rows of all layers, or -1 in sliding layers.
     """
@@ -52,7 +52,7 @@ class Row:
         self.steps = []
         self.old = []
         self.notes = []
-        self.asked = []
+        self.queries = []
         self.archive = Archive(head_dim, value_dim)
         self.clusters = None
 
@@ -66,12 +66,12 @@ class Row:
             # an entry of this batch is seen from its own query on, an older entry by all queries
             begin = np.maximum(self.pos[:n] - (pos[-1] + 1 - len(t)), 0).tolist()
             heads = attn.T[np.searchsorted(pos, self.pos[:n])].tolist()
-            for seen, first, new in zip(self._seen, begin, heads, strict=False):
+            for attention, first, new in zip(self._seen, begin, heads, strict=False):
                 if is_first:
-                    seen.extend(zip(t[first:], new[first:], strict=True))
+                    attention.extend(zip(t[first:], new[first:], strict=True))
                 else:
-                    for (_, known), more in zip(seen[first - len(t) :], new[first:], strict=True):
-                        known.extend(more)
+                    for (_, heads_so_far), more in zip(attention[first - len(t) :], new[first:], strict=True):
+                        heads_so_far.extend(more)
         self.steps = []
         return self._seen
 
@@ -141,9 +141,9 @@ class Archive:
         self.key = np.empty((0, head_dim // 2), np.complex128)
         self.value = np.empty((0, value_dim))
 
-    def append(self, row, gone):
+    def append(self, row, entries):
         for name in ("pos", "rot", "key", "value"):
-            setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
+            setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[entries])))
 
     def choose(self, score, k):
         """Return the sorted indices of the k highest scores f64[n]. On ties, the newer token is chosen."""
@@ -257,8 +257,8 @@ class Stream:
         for layer, rows in zip(self.layers, self.rows, strict=True):
             records = self.records(layer, rows)
             answer = keep(records, next=self.next, pinned=pinned, budget=budget, slack=slack, **params)
-            kept, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
-            for row, row_records, positions, terms in zip(rows, records, kept, merges, strict=True):
+            kept_rows, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
+            for row, row_records, positions, terms in zip(rows, records, kept_rows, merges, strict=True):
                 row.old = [record["old"] for record in row_records]
                 row.merge(terms)
                 if self.recalled:
@@ -284,8 +284,8 @@ class Stream:
         queries. value_norm: norm of the value, or 1 if values are a part of the keys.
         """
         model, (n_query, n_future, n_skip) = self.model, self.future
-        row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
-        rot, queries = (np.array(column) for column in zip(*row.asked, strict=True))
+        row.queries = row.queries[-max(min(n_query, self.next - n_skip), 1) :]
+        rot, queries = (np.array(column) for column in zip(*row.queries, strict=True))
         freq = model.freq[layer]
         # instead of moving a query to a later position, move the keys back by the same distance
         farther = np.exp(1j * np.outer(rot - self.counter, freq))
@@ -352,9 +352,9 @@ class Stream:
         rot = self._batch.rot.tolist()
         for i, heads in enumerate(queries.swapaxes(0, 1), -len(rot)):
             if is_first:
-                row.asked.append((rot[i], heads))
+                row.queries.append((rot[i], heads))
             else:
-                row.asked[i] = rot[i], np.concatenate((row.asked[i][1], heads))
+                row.queries[i] = rot[i], np.concatenate((row.queries[i][1], heads))
 
     def _note(self, row, attn, is_first):
         """Add a batch's attention f64[group, n_tokens, n] to a row's signals.
@@ -382,8 +382,8 @@ class Stream:
         """
         archive, first, rot = row.archive, self._batch.pos[0], self._batch.rot[0]
         is_far = archive.pos < self._first_near(row)
-        at = np.where(is_far, rot - self.n_near, rot - (first - archive.pos))
-        keys = self._rotated(layer, archive.key, at)
+        pos = np.where(is_far, rot - self.n_near, rot - (first - archive.pos))
+        keys = self._rotated(layer, archive.key, pos)
         logits = queries @ keys.T * self.model.scale
         if self.exact:
             row.clusters = row.clusters or Clusters(self.n_block, self.exact)
@@ -399,13 +399,13 @@ class Stream:
             turns = np.where(is_far, self.n_near - rot, first - rot - bases)
             names, firsts = np.unique(of, return_index=True)
             turned = [self._turned(layer, queries, turns[i]) * self.model.scale for i in firsts[names >= 0]]
-            gains = row.clusters.gains(of, self._rotated(layer, archive.key, at + turns), turned)
+            gains = row.clusters.gains(of, self._rotated(layer, archive.key, pos + turns), turned)
             return row.clusters.attend(of, logits, gains, archive.value, queries.shape[1])
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
         k = min(self.recalled, len(archive.pos))
-        chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)
-        row.recalled = archive.pos[chosen]
-        return logits[..., chosen], archive.value[chosen]
+        indices = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)
+        row.recalled = archive.pos[indices]
+        return logits[..., indices], archive.value[indices]
 
     def _rotated(self, layer, keys, positions):
         """Return keys f64[n, head_dim], from keys c128[n, head_dim / 2] before RoPE."""
@@ -456,10 +456,10 @@ def join(streams, counter):
     for rows in zip(*(each.rows for each in streams), strict=True):
         for head, (row, *later) in enumerate(zip(*rows, strict=True)):
             for part in later:
-                at = len(row)
+                n_row = len(row)
                 row.append(part.pos, part.rot, part.key, part.value)
-                row.mass[at:], row.last[at:] = part.mass, part.last
-                row.seen[at:], row.notes[at:] = part.seen, part.notes
+                row.mass[n_row:], row.last[n_row:] = part.mass, part.last
+                row.seen[n_row:], row.notes[n_row:] = part.seen, part.notes
             rows[-1][head] = row
     stream.in_cache, stream.counter = True, counter
     return stream
@@ -490,16 +490,16 @@ def run(
     """
     stream = Stream(model, **options)
     n_live = None if budget is None else budget - (n_synthetic or stream.recalled)
-    nll, at = [], 0
-    while at < len(tokens):
-        m = min(n_batch or slack or len(tokens), len(tokens) - at)
+    nll, begin = [], 0
+    while begin < len(tokens):
+        m = min(n_batch or slack or len(tokens), len(tokens) - begin)
         if budget is not None:
             m = min(m, n_live - stream.n)
         if m < 1:
             raise ValueError(f"an eviction must leave fewer than {n_live} entries, got {stream.n}")
-        batch_logits = stream.decode(tokens[at : at + m])
-        at += m
-        targets = np.asarray(tokens[at - m + 1 : at + 1], np.int64)
+        batch_logits = stream.decode(tokens[begin : begin + m])
+        begin += m
+        targets = np.asarray(tokens[begin - m + 1 : begin + 1], np.int64)
         scored = batch_logits[: len(targets)]
         top = scored.max(axis=-1)
         total = np.log(np.exp(scored - top[:, None]).sum(axis=-1)) + top

@@ -11,8 +11,8 @@ CASES = [[], ["window=3", "sinks=0"], ["merge=false"]]
 
 def keep(rows, *, next, pinned, budget, slack, window, sinks, merge):
     answers = [_keep(row, next, max(sinks, pinned), budget - slack, window) for row in rows]
-    kept = [stay for stay, _ in answers]
-    return (kept, [terms for _, terms in answers]) if merge else kept
+    positions = [stay for stay, _ in answers]
+    return (positions, [terms for _, terms in answers]) if merge else positions
 
 
 def _keep(row, next, first, n_keep, window):
@@ -21,12 +21,12 @@ def _keep(row, next, first, n_keep, window):
     value = {pos: {pos: 1.0} for pos in average}
     while len(value) > n_keep:
         alive = sorted(value)
-        gone = min((pos for pos in alive if first <= pos < recent), key=lambda pos: (average[pos], pos))
-        right = alive[alive.index(gone) + 1]
-        a, b = float(average[gone]), float(average[right])
+        evicted = min((pos for pos in alive if first <= pos < recent), key=lambda pos: (average[pos], pos))
+        right = alive[alive.index(evicted) + 1]
+        a, b = float(average[evicted]), float(average[right])
         if a + b == 0:
             a = b = 1
-        value[right] = _sum(_scaled(value.pop(gone), a / (a + b)), _scaled(value[right], b / (a + b)))
+        value[right] = _sum(_scaled(value.pop(evicted), a / (a + b)), _scaled(value[right], b / (a + b)))
     return sorted(value), {dst: list(made.items()) for dst, made in value.items() if len(made) > 1}
 
 

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from kvtool.llama.loaded.model import Model
-from tests.serve.late import openai
+from tests.serve.client_packages import openai
 
 
 @pytest.fixture(scope="module")

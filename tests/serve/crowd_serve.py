@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import tiny
-from tests.serve.asking import message, request
-from tests.serve.serving import serving
+from tests.serve.http_requests import message, request
+from tests.serve.subprocess_server import start_server
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
@@ -36,13 +36,13 @@ SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 """System prompts. The last one is long: the server stores it separately. It needs a budget of 512."""
 
 
-def reply_to(url, messages, **how):
-    status, answer = request(url, *_asked(messages, **how))
+def reply_to(url, messages, **options):
+    status, answer = request(url, *_chat_request(messages, **options))
     assert status == 200, answer
     return answer if isinstance(answer, str) else answer["choices"][0]["message"]["content"]
 
 
-def _asked(messages, n_max=12, stream=False, name=None):
+def _chat_request(messages, n_max=12, stream=False, name=None):
     body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": stream}
     return body, {"X-Session-Id": name} if name else {}
 
@@ -75,7 +75,9 @@ class Client:
         messages = [*self.messages, message("user", self.first if is_first else self.question())]
         if self.rng.random() < 0.25:
             self.did["gone"] += 1
-            request(self.url, *_asked(messages, n_max=200, stream=True), n_events=self.rng.randint(1, 6))
+            request(
+                self.url, *_chat_request(messages, n_max=200, stream=True), n_events=self.rng.randint(1, 6)
+            )
         if self.rng.random() < 0.25:
             self.did["asked again"] += 1
             self.answer(messages)
@@ -110,43 +112,45 @@ def crowd(url, n_client, n_turn, seed, systems, n_alike=2):
 
 def check(url, clients):
     """Replay every chat alone, under its own session name. Return the number of compared answers."""
-    known = {}
+    client_of = {}
     for client in clients:
         for chat in client.answers:
-            known[chat] = client
+            client_of[chat] = client
     # A chat is skipped if a longer chat begins with it: the replay of the longer chat includes it.
-    before = {json.dumps(json.loads(chat)[: -2 * n]) for chat in known for n in range(1, len(chat))}
+    before = {json.dumps(json.loads(chat)[: -2 * n]) for chat in client_of for n in range(1, len(chat))}
     n = 0
-    for chat, client in known.items():
+    for chat, client in client_of.items():
         if chat in before:
             continue
         messages = json.loads(chat)
         for i, each in enumerate(messages):
             if each["role"] != "user":
                 continue
-            alone = reply_to(url, messages[: i + 1], name=f"alone-{n}")
-            want = known[json.dumps(messages[: i + 1])].answers[json.dumps(messages[: i + 1])]
-            assert alone == want, f"client {client.number}: {want!r} in the crowd, {alone!r} alone"
+            single_reply = reply_to(url, messages[: i + 1], name=f"alone-{n}")
+            expected = client_of[json.dumps(messages[: i + 1])].answers[json.dumps(messages[: i + 1])]
+            assert single_reply == expected, (
+                f"client {client.number}: {expected!r} in the crowd, {single_reply!r} alone"
+            )
         n += 1
-        others = {other.secret for other in clients} - {client.secret}
-        assert not any(secret in text for text in client.answers.values() for secret in others)
-    return len(known)
+        other_secrets = {other.secret for other in clients} - {client.secret}
+        assert not any(secret in text for text in client.answers.values() for secret in other_secrets)
+    return len(client_of)
 
 
 def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, n_alike=2, more=()):
     """Run a crowd and replay its chats. Return counts of the clients' actions and of the compared answers."""
     size = "-c" if policy == "full" else "--budget"
     options = ("--policy", policy, size, str(budget), "--temp", "0", *EXACT, *more)
-    did = Counter()
-    with serving(model, *options) as server:
+    counts = Counter()
+    with start_server(model, *options) as server:
         clients = crowd(
             server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2], n_alike
         )
         code, stderr = server.stop()
         assert stderr == "kvtool: stopped\n", stderr
-    with serving(model, *options) as server:
-        did["compared"] = check(server.url, clients)
-    return sum((client.did for client in clients), did)
+    with start_server(model, *options) as server:
+        counts["compared"] = check(server.url, clients)
+    return sum((client.did for client in clients), counts)
 
 
 def main():
@@ -164,11 +168,15 @@ def main():
         for model in args.models:
             for policy in args.policies:
                 for budget in args.budgets:
-                    where = tiny_path if model == "tiny" else model
-                    how = {"n_client": args.clients, "n_turn": args.turns, "seed": args.seed}
-                    did = run(where, policy, budget, **how, more=RECALL if policy == "recall" else ())
+                    path = tiny_path if model == "tiny" else model
+                    options = {"n_client": args.clients, "n_turn": args.turns, "seed": args.seed}
+                    counts = run(path, policy, budget, **options, more=RECALL if policy == "recall" else ())
                     print(
-                        model, policy, budget, *(f"{n} {what}" for what, n in sorted(did.items())), flush=True
+                        model,
+                        policy,
+                        budget,
+                        *(f"{n} {what}" for what, n in sorted(counts.items())),
+                        flush=True,
                     )
 
 

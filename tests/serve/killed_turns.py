@@ -29,8 +29,8 @@ from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.rendering import Renderings
 from kvtool.serve.store.chats import ChatStore
-from tests.serve.answered import slot_of
-from tests.serve.asking import message
+from tests.serve.http_requests import message
+from tests.serve.slot_requests import slot_of
 
 CALLS = ("replace", "link", "unlink", "fsync")
 KILLED = 9
@@ -88,8 +88,8 @@ def turns(server):
             reply, _, n = server.ask(chat)
             chat.append(message("assistant", reply))
             yield chat, n
-    again = first[:-1]
-    for messages in (again, [*first[:-2], message("user", "What is a river?")]):
+    repeated = first[:-1]
+    for messages in (repeated, [*first[:-2], message("user", "What is a river?")]):
         reply, _, n = server.ask(messages)
         yield [*messages, message("assistant", reply)], n
 
@@ -196,21 +196,23 @@ def run(model_path, folder, policy, step=1):
         expected += go_on(model, policy, place, [turn])
     for n in range(1, n_call + 1, step):
         place = folder / f"killed-{n}"
-        code, seen = live(model, policy, place, n)
+        code, turns = live(model, policy, place, n)
         assert code == KILLED, f"call {n}"
-        assert seen == finished[: len(seen)], f"call {n}"
+        assert turns == finished[: len(turns)], f"call {n}"
         # Check the two newest finished turns: older ones may have been deleted to free space. Also check the
         # turn that was being stored, which may be incomplete.
-        first, end = max(len(seen) - 2, 0), len(seen) + 1
+        first, end = max(len(turns) - 2, 0), len(turns) + 1
         answers = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(answers, first):
-            turn, (wanted, _) = finished[i], expected[i]
+            turn, (expected_reply, _) = finished[i], expected[i]
             # n_cached exceeds the turn's tokens if the new question begins with the same tokens as an earlier
             # question in the cache, and the cache can be rewound to the end of these tokens
             if n_cached < turn["n"]:
-                assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
+                assert i == len(turns), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:
-                assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"
+                assert reply == expected_reply, (
+                    f"call {n}: {reply!r} follows, and {expected_reply!r} where nobody was killed"
+                )
         names = {path.name for path in place.iterdir()}
         # no unfinished file may be left; FILE.archive.next may be left only if there is no FILE.archive
         unfinished = [name for name in names if name.endswith(".part") or f"{name}.next" in names]

@@ -11,11 +11,11 @@ import httpx2 as httpx
 import pytest
 
 from kvtool.serve.store.chats import SUFFIX
-from tests import forked
-from tests.held import PATIENCE_S, until
-from tests.serve.asking import message
-from tests.serve.late import openai
-from tests.serve.serving import ONE_THREAD, serving
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S, until
+from tests.serve.client_packages import openai
+from tests.serve.http_requests import message
+from tests.serve.subprocess_server import ONE_THREAD, start_server
 from tests.serve.test_serve_tools import tool
 
 pytestmark = pytest.mark.engine
@@ -34,7 +34,7 @@ SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 @pytest.fixture(scope="module")
 def server(talker, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chats")
-    with serving(talker, *H2O, "--sessions", str(folder), "--metrics") as server:
+    with start_server(talker, *H2O, "--sessions", str(folder), "--metrics") as server:
         server.folder = folder
         yield server
 
@@ -42,7 +42,7 @@ def server(talker, tmp_path_factory):
 @pytest.fixture(scope="module")
 def real_server(smol):
     """A server whose model has real tokens and a real template. The model of `server` writes letters."""
-    with serving(smol, *H2O) as server:
+    with start_server(smol, *H2O) as server:
         yield server
 
 
@@ -91,13 +91,13 @@ def test_same_chat_under_another_session_name_continues_from_the_cache(client):
     messages = [SYSTEM, message("user", "What is a river?")]
     answer = ask(client, messages, extra_headers={"X-Session-Id": "one"})
     messages += [message("assistant", answer.choices[0].message.content), message("user", "Is it wet?")]
-    for how in (
+    for options in (
         {"extra_headers": {"X-Session-Id": "two"}},
         {"prompt_cache_key": "two"},
         {"extra_headers": {"X-Session-Id": "one"}},
     ):
-        again = ask(client, messages, **how)
-        assert again.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
+        second_answer = ask(client, messages, **options)
+        assert second_answer.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
 
 
 def test_long_chat_stays_within_its_cells_and_reports_forgotten_tokens(real_client):
@@ -128,7 +128,7 @@ def test_seed_logprobs_and_logit_bias_work(real_server, real_client):
     assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in listed)
     assert "".join(each.token for each in listed).startswith(whole[:10])
     body = {"content": listed[0].token}
-    first = httpx.post(f"{real_server.url}/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"][0]
+    first = httpx.post(f"{real_server.url}/tokenize", json=body, timeout=TIMEOUT_S).json()["tokens"][0]
     other = ask(real_client, messages, logit_bias={str(first): -100}, logprobs=True)
     assert other.choices[0].logprobs.content[0].token != listed[0].token
 
@@ -136,15 +136,15 @@ def test_seed_logprobs_and_logit_bias_work(real_server, real_client):
 def test_completions_equal_generate_raw(real_client, smol):
     prompt = "The capital of France is"
     answer = real_client.completions.create(model="any", prompt=prompt, max_tokens=3, logprobs=1)
-    written = forked.run(
+    done = fork_server.run(
         [sys.executable, "-m", "kvtool", "generate", "--raw", "-m", str(smol), "-p", prompt, *GREEDY],
         check=True,
     )
-    assert answer.choices[0].text.strip() == written.stdout.strip() != ""
+    assert answer.choices[0].text.strip() == done.stdout.strip() != ""
     assert len(answer.choices[0].logprobs.tokens) == 3
     assert answer.usage.prompt_tokens > 3
     pieces = real_client.completions.create(model="any", prompt=prompt, max_tokens=3, stream=True)
-    assert "".join(each.choices[0].text for each in pieces) == answer.choices[0].text
+    assert "".join(piece.choices[0].text for piece in pieces) == answer.choices[0].text
 
 
 def test_disconnected_client_stops_its_answer(server, client):
@@ -153,8 +153,8 @@ def test_disconnected_client_stops_its_answer(server, client):
         with pytest.raises(openai.APITimeoutError):
             # the model would need hours to write 10**6 tokens
             ask(client.with_options(timeout=0.5), [message("user", text)], max_tokens=10**6)
-    assert ask(client.with_options(timeout=PATIENCE_S), [message("user", "Hello.")])
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+    assert ask(client.with_options(timeout=TIMEOUT_S), [message("user", "Hello.")])
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         until(lambda: "kvtool_requests_running 0\n" in http.get("/metrics").text)
         abandoned = re.search(r"^kvtool_requests_abandoned_total (\d+)$", http.get("/metrics").text, re.M)
         assert int(abandoned[1]) >= 2
@@ -164,7 +164,7 @@ def test_models_props_tokenize_and_metrics_answer(server, client):
     assert [model.id for model in client.models.list()] == ["talker"]
     assert client.models.retrieve("talker").id == "talker"
     ask(client, [message("user", "Hello.")])
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/props").json()["budget"] == 256
         tokens = http.post("/tokenize", json={"content": "a river"}).json()["tokens"]
@@ -196,9 +196,9 @@ def test_server_gives_the_same_replies_as_kvtool_chat(talker, connect):
     options = ("--policy", "h2o", "--budget", "128", "--temp", "0")
     system = ("--system", SYSTEM["content"], "-n", "10", "-t", "1")
     command = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), *options, *system]
-    done = forked.run(command, input="\n".join(turns), check=True, env=os.environ | ONE_THREAD)
+    done = fork_server.run(command, input="\n".join(turns), check=True, env=os.environ | ONE_THREAD)
     messages, replies = [SYSTEM], []
-    with serving(talker, *options) as server:
+    with start_server(talker, *options) as server:
         client = connect(f"{server.url}/v1")
         for turn in turns:
             messages.append(message("user", turn))
@@ -271,31 +271,31 @@ def test_tool_is_called_and_its_result_is_read(real_client):
 
 def test_long_system_prompt_is_read_once(smol, tmp_path, connect):
     system = message("system", "You know the river. " * 90)
-    with serving(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
+    with start_server(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
         client = connect(f"{server.url}/v1")
         ask(client, [message("user", "My secret is a lighthouse.")])
         first = ask(client, [system, message("user", "What is deep?")])
         second = ask(client, [system, message("user", "What is wide?")])
-        again = ask(client, [system, message("user", "What is deep?")])
-        alone = ask(client, [system, message("user", "And?")], extra_body={"cache_prompt": False})
-    assert alone.usage.prompt_tokens_details.cached_tokens == 0
+        second_answer = ask(client, [system, message("user", "What is deep?")])
+        uncached_answer = ask(client, [system, message("user", "And?")], extra_body={"cache_prompt": False})
+    assert uncached_answer.usage.prompt_tokens_details.cached_tokens == 0
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens % 64 == 0
     assert second.usage.prompt_tokens_details.cached_tokens > 300
     # reading and storing the second chat has not changed the answer
-    assert again.choices[0].message.content == first.choices[0].message.content
+    assert second_answer.choices[0].message.content == first.choices[0].message.content
     # The file of the system prompt must not contain text of the first chat, which was in the cache before.
     # The test looks for a word, because digits could occur by chance in the file's hashes.
-    start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_said(path) == 1)
+    start = next(path for path in tmp_path.glob(f"*{SUFFIX}") if _n_messages(path) == 1)
     assert b"lighthouse" not in start.read_bytes()
 
 
-def _n_said(path):
+def _n_messages(path):
     return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])
 
 
 def test_servers_system_prompt_is_used_for_chats_without_one(talker, connect):
-    with serving(talker, *H2O, "--explain", "--system", SYSTEM["content"]) as server:
+    with start_server(talker, *H2O, "--explain", "--system", SYSTEM["content"]) as server:
         client = connect(f"{server.url}/v1")
         question = message("user", "Name an animal.")
         default = ask(client, [question])

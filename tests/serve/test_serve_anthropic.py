@@ -13,13 +13,13 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import check_tools
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
-from tests.held import PATIENCE_S
-from tests.serve.answered import checked
-from tests.serve.asking import events_of, message
-from tests.serve.here import send
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.http_requests import events_of, message
+from tests.serve.in_process_server import send
+from tests.serve.slot_requests import check_body
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
-ASKED = {"model": "m", "max_tokens": 5, "messages": [message("user", "Hi.")]}
+REQUEST = {"model": "m", "max_tokens": 5, "messages": [message("user", "Hi.")]}
 
 
 def text(words):
@@ -67,9 +67,9 @@ def test_messages_request_is_converted_to_a_chat():
         "service_tier": "auto",
         "output_config": {"effort": "high"},
     }
-    body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
-    given = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
-    talked, chat = messages.check(given.messages), given.fields
+    body = REQUEST | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
+    request = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
+    talked, chat = messages.check(request.messages), request.fields
     assert talked == [
         message("system", "A.\n\nB."),
         message("user", "One, two."),
@@ -82,13 +82,13 @@ def test_messages_request_is_converted_to_a_chat():
         message("assistant", "") | {"tool_calls": [call("c", "{}")]},
         {"role": "tool", "tool_call_id": "c", "content": ""},
     ]
-    assert [tool.function["name"] for tool in given.tools] == ["look", "go"]
+    assert [tool.function["name"] for tool in request.tools] == ["look", "go"]
     assert chat.pop("tools[2]") == tools[2]
     assert chat.pop("stop") == more.pop("stop_sequences")
     assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **accepted}
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for field in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert anthropic.as_chat(ASKED | field).output_format.value == form["schema"]
+        assert anthropic.as_chat(REQUEST | field).output_format.value == form["schema"]
 
 
 def call(id, arguments):
@@ -97,10 +97,14 @@ def call(id, arguments):
 
 def test_billing_header_is_dropped_only_from_the_system_prompt():
     header = "x-anthropic-billing-header: cc_version=2; cch=1;"
-    for system, rest in ((f"{header}\n\nBe.", ["Be."]), (header, []), (f"Be.\n{header}", [f"Be.\n{header}"])):
+    for system, expected in (
+        (f"{header}\n\nBe.", ["Be."]),
+        (header, []),
+        (f"Be.\n{header}", [f"Be.\n{header}"]),
+    ):
         chat = [message("system", system), message("user", header)]
         messages.drop_header(chat)
-        assert [message["content"] for message in chat] == [*rest, header]
+        assert [message["content"] for message in chat] == [*expected, header]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
@@ -117,7 +121,7 @@ def test_tool_reference_is_replaced_by_the_tools_definition():
         message("assistant", [use("a")]),
         message("user", [result("a", [REFERENCE])]),
     ]
-    chat = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
+    chat = anthropic.as_chat(REQUEST | {"messages": talk, "tools": [SEARCH, LATER]})
     definition = '{"name": "later", "description": "Waits.", "parameters": {"type": "object"}}'
     assert messages.check(chat.messages)[-1]["content"] == (
         f"<functions>\n<function>{definition}</function>\n</functions>"
@@ -125,16 +129,16 @@ def test_tool_reference_is_replaced_by_the_tools_definition():
     later = check_tools(chat.tools)[1]
     assert later["defer_loading"] is True
     with pytest.raises(ApiError, match=r"tool_name must be the name of a tool in tools, got 'later'"):
-        anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH]})
+        anthropic.as_chat(REQUEST | {"messages": talk, "tools": [SEARCH]})
 
 
 def test_image_in_a_result_is_replaced_by_a_text_and_listed_as_ignored():
     talk = [
-        *ASKED["messages"],
+        *REQUEST["messages"],
         message("assistant", [use("a")]),
         message("user", [result("a", [text("Seen: "), IMAGE, {"type": "document", "source": {}}])]),
     ]
-    request = checked(ASKED | {"messages": talk}, "messages")
+    request = check_body(REQUEST | {"messages": talk}, "messages")
     read = "Seen: [image: this model reads text only][document: this model reads text only]"
     assert request.messages[-1]["content"] == read
     assert request.ignored == [f"messages[2].content[0].content[{n}]" for n in (1, 2)]
@@ -143,7 +147,7 @@ def test_image_in_a_result_is_replaced_by_a_text_and_listed_as_ignored():
 def test_texts_of_documents_and_search_results_are_read():
     source = {"type": "text", "media_type": "text/plain", "data": "A list."}
     document = {"type": "document", "title": "Notes", "source": source}
-    found = {
+    search_result = {
         "type": "search_result",
         "source": "http://a",
         "title": "A",
@@ -152,9 +156,9 @@ def test_texts_of_documents_and_search_results_are_read():
     talk = [
         message("user", [document, text("Why?")]),
         message("assistant", [use("a")]),
-        message("user", [result("a", [found, {"type": "document", "source": source}])]),
+        message("user", [result("a", [search_result, {"type": "document", "source": source}])]),
     ]
-    request = checked(ASKED | {"messages": talk}, "messages")
+    request = check_body(REQUEST | {"messages": talk}, "messages")
     assert request.messages[0]["content"] == "Notes\nA list.\nWhy?"
     assert request.messages[-1]["content"] == "http://a\nA\nOne.\nTwo.\nA list.\n"
     assert request.ignored == []
@@ -165,17 +169,17 @@ def test_blocks_of_hosted_tools_are_listed_as_ignored():
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
     ]
-    talk = [*ASKED["messages"], message("assistant", [text("So: "), *hosted, text("It is.")])]
-    request = checked(ASKED | {"messages": [*talk, *ASKED["messages"]]}, "messages")
+    talk = [*REQUEST["messages"], message("assistant", [text("So: "), *hosted, text("It is.")])]
+    request = check_body(REQUEST | {"messages": [*talk, *REQUEST["messages"]]}, "messages")
     assert request.messages[1] == message("assistant", "So: It is.")
     assert request.ignored == ["messages[1].content[1]", "messages[1].content[2]"]
     with pytest.raises(ApiError, match=r"content\[0\] is of type server_tool_use; only text, tool_result"):
-        checked(ASKED | {"messages": [message("user", hosted)]}, "messages")
+        check_body(REQUEST | {"messages": [message("user", hosted)]}, "messages")
 
 
 def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
-    (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]}).tools)
+    (later,) = check_tools(anthropic.as_chat(REQUEST | {"tools": [hosted, LATER]}).tools)
     assert "defer_loading" not in later
 
 
@@ -228,7 +232,7 @@ def test_deferred_tools_are_in_the_prompt_if_a_hosted_search_is_listed():
             "messages[0].content[0].input must be an object, got a string",
         ),
         (
-            {"messages": [*ASKED["messages"], message("assistant", "So ")]},
+            {"messages": [*REQUEST["messages"], message("assistant", "So ")]},
             "messages[1] must not end with white space",
         ),
         ({"system": 5}, "system must be a string or a list of blocks"),
@@ -272,18 +276,18 @@ def test_invalid_messages_requests_get_one_line(changes, words):
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         if path.endswith("count_tokens") and ("max_tokens is" in words or "must not end" in words):
             continue
-        status, body = sent(path, ASKED | changes, count=lambda request: 5)
+        status, body = sent(path, REQUEST | changes, count=lambda request: 5)
         assert status == 400
         assert body["error"]["type"] == "invalid_request_error"
         assert body["error"]["message"].startswith(words)
         assert body["error"]["message"].isprintable()
 
 
-def sent(path, body=None, method="POST", **how):
+def sent(path, body=None, method="POST", **options):
     """Return (status, body) of the answer to a request. The server has no engine, and its queue accepts no
     jobs.
     """
-    answer = send(path, method, body=body, n_waiting=0, **how)
+    answer = send(path, method, body=body, n_waiting=0, **options)
     if answer.status_code != 200:
         ids = [answer.headers[name] for name in ("request-id", "x-request-id")]
         assert ids == [answer.json()["request_id"]] * 2
@@ -302,7 +306,7 @@ def test_errors_have_anthropics_format_and_status(capsys):
     def broken(request):
         raise RuntimeError("a mistake")
 
-    for status, kind, path, how in (
+    for status, kind, path, options in (
         (400, "invalid_request_error", count, {"count": too_long}),
         (401, "authentication_error", "/v1/messages", {"limits": Limits(("key",))}),
         (403, "permission_error", "/v1/messages", {"limits": Limits(names=frozenset()), "headers": evil}),
@@ -313,16 +317,16 @@ def test_errors_have_anthropics_format_and_status(capsys):
         (500, "api_error", count, {"count": broken}),
         (529, "overloaded_error", "/v1/messages", {"is_loaded": False}),
     ):
-        actual, body = sent(path, ASKED, **how)
+        actual, body = sent(path, REQUEST, **options)
         assert (actual, body["type"], body["error"]["type"]) == (status, "error", kind)
         assert body["error"]["message"].isprintable()
     assert "a mistake" in capsys.readouterr().err
-    _, body = sent(count, ASKED, count=too_long)
+    _, body = sent(count, REQUEST, count=too_long)
     assert body["error"]["message"] == "prompt is too long: 900 tokens > 512 maximum"
     # counting tokens does not use the queue, which has no room here
     for name, value in (("x-api-key", "key"), ("Authorization", "Bearer key")):
         headers = {name: value, "anthropic-beta": "x"}
-        counted = sent(count, ASKED, headers=headers, limits=Limits(("key",)), count=lambda _: 5)
+        counted = sent(count, REQUEST, headers=headers, limits=Limits(("key",)), count=lambda _: 5)
         assert counted == (200, {"input_tokens": 5})
     version = {"anthropic-version": "x"}
     assert sent("/v1/models", method="GET", headers=version, limits=Limits(("key",)))[0] == 401
@@ -345,7 +349,7 @@ def test_stream_sends_its_events_in_order(monkeypatch):
 
     def wait_for_pings(meanwhile=lambda: None):
         # two, because the first may have begun before this call
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         for _ in range(2):
             while not pings.acquire(timeout=0.01):
                 assert time.monotonic() < until
@@ -366,7 +370,7 @@ def test_stream_sends_its_events_in_order(monkeypatch):
             job.emit({"kind": "end", "message": {}, "n_written": 7, **end, **counts})
 
     def streamed(engine):
-        body = ASKED | {"stream": True, "system": [text("Be.")]}
+        body = REQUEST | {"stream": True, "system": [text("Be.")]}
         answer = send("/v1/messages", "POST", body=body, engine=engine)
         assert answer.status_code == 200
         return answer.text
@@ -379,7 +383,7 @@ def test_stream_sends_its_events_in_order(monkeypatch):
     usage = {"input_tokens": 0, "cache_creation_input_tokens": 20, "cache_read_input_tokens": 10}
     assert events[0]["message"]["usage"] == usage | {"output_tokens": 0}
     assert [events[n]["type"] for n in (1, -4)] == ["ping", "ping"]
-    kinds = [each for each in events[1:] if each["type"] != "ping"]
+    kinds = [event for event in events[1:] if event["type"] != "ping"]
     blocks = [
         ({"type": "thinking", "thinking": "", "signature": ""}, "thinking", ["Hm."]),
         ({"type": "text", "text": ""}, "text", ["So", ":"]),

@@ -14,16 +14,20 @@ from kvtool.llama.loaded.model import Model
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
 from tests import tiny
-from tests.serve.asking import ask, connected, message
-from tests.serve.gone import response
-from tests.serve.here import here
+from tests.serve.http_requests import ask, message, open_connection
+from tests.serve.in_process_server import serve_in_process
+from tests.serve.killed_server import get_response
 from tests.serve.killed_turns import SlotServer
-from tests.serve.serving import serving
+from tests.serve.subprocess_server import start_server
 
 pytestmark = pytest.mark.engine
 
 SYSTEM = message("system", "Be kind. " * 4)
-ASKED = ("What is a tide, and who counts the waves?", "And a river that is long and slow?", "Why is it so?")
+QUESTIONS = (
+    "What is a tide, and who counts the waves?",
+    "And a river that is long and slow?",
+    "Why is it so?",
+)
 RECALL = ("--policy", "recall", "--budget", "96", "--temp", "0", "-o", "search=all", "--archive-type", "f16")
 
 FULL = ("--policy", "full", "--temp", "0")
@@ -36,14 +40,14 @@ def options(request):
 
 @pytest.fixture(scope="module")
 def url(talker, options):
-    with serving(talker, *options) as server:
+    with start_server(talker, *options) as server:
         yield server.url
 
 
 def talked(url, **more):
     """Return the messages of a chat of three turns, and the number of its tokens after each turn."""
     messages, n_all = [SYSTEM], []
-    for text in ASKED:
+    for text in QUESTIONS:
         messages.append(message("user", text))
         answer = ask(url, messages, **more)
         messages.append(answer.reply)
@@ -70,18 +74,18 @@ def test_edited_request_reads_only_tokens_after_the_first_change(url):
 
 def test_edited_chat_gets_the_answer_of_a_fresh_server(url, talker, options):
     messages, _ = talked(url)
-    edited = [*messages[:3], message("user", ASKED[1][:20] + " that is deep?")]
+    edited = [*messages[:3], message("user", QUESTIONS[1][:20] + " that is deep?")]
     reply = ask(url, edited).reply
     assert ask(url, messages[:4]).reply == messages[4]
-    with serving(talker, *options) as fresh:
+    with start_server(talker, *options) as fresh:
         assert ask(fresh.url, edited).reply == reply
 
 
 def test_request_that_reuses_nothing_reads_all_its_tokens(url):
     messages, n_all = talked(url)
-    again = ask(url, messages[:4], cache_prompt=False)
-    assert again.n_cached == 0
-    assert (again.reply, again.n_all) == (messages[4], n_all[1])
+    second_answer = ask(url, messages[:4], cache_prompt=False)
+    assert second_answer.n_cached == 0
+    assert (second_answer.reply, second_answer.n_all) == (messages[4], n_all[1])
     assert ask(url, messages[:4]).n_read == 1
 
 
@@ -96,7 +100,7 @@ def test_short_chat_continues_after_another_chat(url):
 @pytest.mark.parametrize("is_old", [False, True], ids=["", "of an earlier version"])
 def test_chat_stored_by_another_server_can_be_rewound(talker, tmp_path, options, is_old):
     arguments = (*options, "--sessions", str(tmp_path))
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         messages, _ = talked(server.url)
         # each turn replaces the previous turn in the folder
         files = sorted(path.suffix for path in tmp_path.glob("*.kv*"))
@@ -112,7 +116,7 @@ def test_chat_stored_by_another_server_can_be_rewound(talker, tmp_path, options,
             beginnings[mark.n_message] = mark.digest
         meta |= {"marks": [], "turns": turns, "beginnings": beginnings}
         session.write(path, meta, arrays.items())
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         answer = ask(server.url, messages[:4])
         assert (answer.reply, answer.n_read) == (messages[4], 1)
         assert ask(server.url, [*messages, message("user", "And?")]).n_read < 20
@@ -122,7 +126,7 @@ def test_stored_chat_can_be_undone_turn_by_turn(talker, tmp_path):
     messages, sizes = [SYSTEM], []
     with closing(Model(talker)) as model:
         server = SlotServer(model, "recall", tmp_path / "chats")
-        for text in ASKED:
+        for text in QUESTIONS:
             messages.append(message("user", text))
             reply, _, n = server.ask(messages)
             messages.append(message("assistant", reply))
@@ -131,7 +135,7 @@ def test_stored_chat_can_be_undone_turn_by_turn(talker, tmp_path):
         chat = SlotServer(model, "recall", tmp_path / "other").slot._resumer.conversation
         chat.resume(*session.read(path))
         for n in (2, 1):
-            assert chat.undo() == turn_label(ASKED[n])
+            assert chat.undo() == turn_label(QUESTIONS[n])
             assert chat.messages == messages[: 2 * n + 1]
             assert chat.writer.engine.n_past + len(chat.writer.unread) == sizes[n - 1]
         assert chat.undo() is None
@@ -146,14 +150,14 @@ def test_chats_with_different_keys_share_their_first_tokens(url):
 
 
 def test_changed_system_prompt_is_read_from_the_first_difference(talker):
-    with serving(talker, *RECALL) as server:
+    with start_server(talker, *RECALL) as server:
         url = server.url
         for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
             talked(url)
             first = [message("system", other)] if other else []
-            messages = [*first, message("user", ASKED[0])]
+            messages = [*first, message("user", QUESTIONS[0])]
             answer = ask(url, messages)
-            assert len(ASKED[0]) < answer.n_read < answer.n_prompt
+            assert len(QUESTIONS[0]) < answer.n_read < answer.n_prompt
             messages += [answer.reply, message("user", "x" * 200)]
             stats = ask(url, messages, kvtool={"share": 10**6}).stats
             # the system prompt is not pinned: only the policy's 4 sinks stay
@@ -167,7 +171,7 @@ TOOLS = [
 
 
 def test_added_tool_is_read_from_its_first_token(url):
-    messages = [SYSTEM, message("user", ASKED[0])]
+    messages = [SYSTEM, message("user", QUESTIONS[0])]
     n_prompt = ask(url, messages, tools=TOOLS[:2]).n_prompt
     more = ask(url, messages, tools=TOOLS)
     # the server reads the third tool, the messages and the reply header
@@ -179,11 +183,11 @@ def test_added_tool_is_read_from_its_first_token(url):
 def test_long_common_prefix_is_taken_from_any_stored_chat(talker, tmp_path):
     arguments = (*RECALL, "--budget", "640", "--sessions", str(tmp_path))
     systems = [message("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         for i, system in enumerate(systems):
             ask(server.url, [system, message("user", "Why?")], prompt_cache_key=str(i))
         server.stop()
-    with serving(talker, *arguments) as server:
+    with start_server(talker, *arguments) as server:
         for key in ("2", "3"):
             for system in systems:
                 answer = ask(server.url, [system, message("user", "Who?")], prompt_cache_key=key)
@@ -202,7 +206,7 @@ def test_tokens_read_for_a_disconnected_client_are_not_read_again(talker, tmp_pa
 
 def test_system_prompt_is_read_once_if_the_cache_cannot_be_rewound(tmp_path):
     tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
-    with serving(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
+    with start_server(tmp_path / "m.gguf", *RECALL, "--checkpoints", "0") as server:
         system = message("system", "Be kind. " * 80)
         chats = [[system, message("user", text)] for text in ("Why?", "Who?", "How?")]
         n_read = [ask(server.url, chat).n_read for chat in chats]
@@ -211,9 +215,9 @@ def test_system_prompt_is_read_once_if_the_cache_cannot_be_rewound(tmp_path):
 
 
 def test_changed_chat_is_reread_if_earlier_tokens_were_forgotten(talker):
-    with serving(talker, *RECALL, "--archive", "40") as server:
+    with start_server(talker, *RECALL, "--archive", "40") as server:
         messages = [SYSTEM]
-        for text in (*ASKED, *ASKED):
+        for text in (*QUESTIONS, *QUESTIONS):
             messages.append(message("user", text))
             answer = ask(server.url, messages)
             messages.append(answer.reply)
@@ -239,7 +243,7 @@ def check_prompts(model, n_batch=1, **options):
 
     n_batch: the server goes back to a multiple of this number of tokens.
     """
-    with here(model, **options) as server:
+    with serve_in_process(model, **options) as server:
         slot = server.pool.slots[0]
         text, (n, n_cached, n_written) = continued(server, PROMPT)
         assert n_cached == 0
@@ -247,7 +251,7 @@ def check_prompts(model, n_batch=1, **options):
         assert n_same > n / 2
         assert continued(server, PROMPT) == (text, (n, n_same, n_written))
         longer = [*slot.writer.tokens.tolist(), *slot.model.tokenize(" and it is deep").tolist()]
-        rest, counts = continued(server, longer)
+        remainder, counts = continued(server, longer)
         assert counts[:2] == (len(longer), n + n_written)
         # go back to the first prompt
         assert slot.n_shared(requests.check_text({"prompt": PROMPT}, Defaults())) == n_same
@@ -259,7 +263,7 @@ def check_prompts(model, n_batch=1, **options):
             assert slot.n_shared(requests.check_text({"prompt": PROMPT, **more}, Defaults())) == 0
         # an error is left to the answer
         assert slot.n_shared(requests.check_text({"prompt": ""}, Defaults())) == 0
-    return longer, rest
+    return longer, remainder
 
 
 KEEPS_ALL = {
@@ -271,9 +275,9 @@ FORGETS = {"policy": "h2o", "budget": "96", "checkpoints": "64MiB"}
 
 @pytest.mark.parametrize("options", KEEPS_ALL.values(), ids=KEEPS_ALL)
 def test_prompt_of_a_text_is_read_from_its_first_change(talker, options):
-    longer, rest = check_prompts(talker, **options)
-    with here(talker, **options) as server:
-        assert continued(server, longer)[0] == rest
+    longer, remainder = check_prompts(talker, **options)
+    with serve_in_process(talker, **options) as server:
+        assert continued(server, longer)[0] == remainder
         same, other = ([*server.pool.slots[0].model.tokenize(text).tolist()] for text in (PROMPT, "the sun"))
         changed = same[:-40] + other
         text, (n, _, n_written) = continued(server, changed)
@@ -283,7 +287,7 @@ def test_prompt_of_a_text_is_read_from_its_first_change(talker, options):
 
 def test_prompt_of_a_text_is_read_from_a_checkpoint_if_the_policy_evicts(talker):
     check_prompts(talker, n_batch=256, **FORGETS)
-    with here(talker, **FORGETS) as server:
+    with serve_in_process(talker, **FORGETS) as server:
         for prompt, n_cached in (
             (PROMPT * 3, 0),
             # the server makes a checkpoint every 1,024 tokens
@@ -297,14 +301,14 @@ def test_prompt_of_a_text_is_read_from_a_checkpoint_if_the_policy_evicts(talker)
 
 
 def test_prompt_of_a_text_is_read_from_a_checkpoint_with_recurrent_layers(hybrid_talker):
-    with here(hybrid_talker, policy="full", checkpoints="64MiB") as server:
+    with serve_in_process(hybrid_talker, policy="full", checkpoints="64MiB") as server:
         text, (n, _, n_written) = continued(server, PROMPT[:40])
         assert continued(server, PROMPT[:40]) == (text, (n, n - 1, n_written))
 
 
 @pytest.mark.parametrize("options", [KEEPS_ALL["recall"], FORGETS], ids=["recall", "h2o"])
 def test_text_after_a_chat_pins_and_holds_nothing(talker, options):
-    with here(talker, **options) as server:
+    with serve_in_process(talker, **options) as server:
         slot = server.pool.slots[0]
         first = continued(server, PROMPT)[0]
         for chat in ([SYSTEM, message("user", "Hi.")], [message("user", PROMPT)]):
@@ -328,14 +332,14 @@ EARLIER = "".join(f"a{letter}" for letter in string.ascii_letters)
 def test_penalties_count_earlier_replies_and_the_prompt_of_a_completion(url):
     # only earlier tokens can change the first token of a reply
     def chat(text, role, **more):
-        asked = [SYSTEM, message("user", "Hi."), message(role, text), message("user", "And?")]
-        return ask(url, asked, max_tokens=1, **more).reply["content"]
+        messages = [SYSTEM, message("user", "Hi."), message(role, text), message("user", "And?")]
+        return ask(url, messages, max_tokens=1, **more).reply["content"]
 
     def completion(text, **more):
-        with connected(url) as link:
+        with open_connection(url) as link:
             body = {"prompt": text, "max_tokens": 1} | more
             link.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            return json.loads(response(link).read())["choices"][0]["text"]
+            return json.loads(get_response(link).read())["choices"][0]["text"]
 
     assert chat(EARLIER, "assistant", **PENALTY) != chat(EARLIER, "assistant")
     assert chat(EARLIER, "user", **PENALTY) == chat(EARLIER, "user")

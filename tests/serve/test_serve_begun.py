@@ -12,11 +12,11 @@ from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.errors import ModelError
 from kvtool.serve.api.errors import ApiError
-from tests.chats import published
-from tests.chats.published import needs_published
-from tests.serve.answered import answering, checked
-from tests.serve.asking import message, pieces_of
-from tests.serve.here import here
+from tests.chats import published_templates
+from tests.chats.published_templates import needs_published
+from tests.serve.http_requests import message, pieces_of
+from tests.serve.in_process_server import serve_in_process
+from tests.serve.slot_requests import check_body, dictated_slot
 from tests.serve.test_serve_thinking import CHAT, PLAIN, SWITCHED
 
 OPENS = CHAT.replace("%OPEN%", "<think>\n")
@@ -27,7 +27,7 @@ BEGUN = message("assistant", "The answer")
 
 
 def chat(messages, **fields):
-    return checked({"messages": messages, **fields})
+    return check_body({"messages": messages, **fields})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_last_message_is_answered_if_continuing_is_off_or_impossible():
     # an empty message is dropped
     assert chat([HI, message("assistant", "")]).messages == [HI]
     assert chat([HI, message("assistant", None)]).messages == [HI]
-    assert checked({"input": [HI, {"type": "message", **BEGUN}]}, "responses").begun == ""
+    assert check_body({"input": [HI, {"type": "message", **BEGUN}]}, "responses").begun == ""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_error_names_the_field_that_prevents_continuing(messages, fields, param)
 
 def test_messages_api_refuses_a_begun_reply_with_blanks_at_its_end():
     def request_of(*messages):
-        return checked({"max_tokens": 5, "system": "Be.", "messages": list(messages)}, "messages")
+        return check_body({"max_tokens": 5, "system": "Be.", "messages": list(messages)}, "messages")
 
     assert request_of(HI, message("assistant", [{"type": "text", "text": "So"}])).begun == "So"
     with pytest.raises(ApiError, match=r"messages\[1\] must not end with white space") as caught:
@@ -131,7 +131,7 @@ def test_splitter_continues_after_a_begun_reply():
     ],
 )
 def test_prompt_ends_with_the_begun_reply(model, tmp_path, source, variables, begun, ends):
-    with answering(model, source, tmp_path) as ask:
+    with dictated_slot(model, source, tmp_path) as ask:
         end = ask([HI, message("assistant", begun)], " it is.", chat_template_kwargs=variables)
         assert ask.prompt.endswith(f"Hi.<|im_end|>\n{ends}")
         assert ask.text.endswith("it is.") or "<think>" in begun
@@ -152,8 +152,8 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
     # this template writes instructions into the header of the next reply, but not into the headers of earlier
     # replies
     exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
-    seen = set()
-    for name, source in published.templates().items():
+    names = set()
+    for name, source in published_templates.templates().items():
         template = Template(source, "<|im_start|>", "<|im_end|>", model.markers)
         with suppress(ModelError):
             earlier = template.render([user, message("assistant", "Kvtool says so."), later])
@@ -161,12 +161,14 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
             header = base.with_begun(model, template, "Kvtool says")
             text = template.render([user]).removesuffix(base.kept + base.left_out)
             text += header.kept + header.left_out + "Kvtool says"
-            shown = earlier[earlier.index("Kvtool asks.") : earlier.index("Kvtool says") + len("Kvtool says")]
-            if text[text.index("Kvtool asks.") :] == shown:
-                seen.add(name)
+            prompt_end = earlier[
+                earlier.index("Kvtool asks.") : earlier.index("Kvtool says") + len("Kvtool says")
+            ]
+            if text[text.index("Kvtool asks.") :] == prompt_end:
+                names.add(name)
             else:
                 exceptions.remove(name)
-    assert len(seen) > 60
+    assert len(names) > 60
 
 
 @pytest.mark.engine
@@ -179,14 +181,14 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
 def test_stored_chat_has_the_whole_reply_and_continues_from_the_cache(
     model, tmp_path, source, thought, policy
 ):
-    with answering(model, source, tmp_path, policy, budget=128) as ask:
+    with dictated_slot(model, source, tmp_path, policy, budget=128) as ask:
         first = ask([HI, BEGUN], " is 42.")
         assert first["message"] == message("assistant", " is 42.")
         n = first["n_prompt"] + first["n_written"]
         assert n == len(ask.slot.writer.tokens)
         whole = [HI, message("assistant", "The answer is 42.")]
-        again = ask([*whole, message("user", "Why?")], f"{'</think>' if thought else ''}So.")
-        assert again["n_cached"] == n
+        second_answer = ask([*whole, message("user", "Why?")], f"{'</think>' if thought else ''}So.")
+        assert second_answer["n_cached"] == n
         assert ask.prompt.endswith(
             "Hi.<|im_end|>\n<|im_start|>assistant\nThe answer is 42.<|im_end|>\n<|im_start|>user\nWhy?"
             f"<|im_end|>\n<|im_start|>assistant\n{thought}"
@@ -200,7 +202,7 @@ def test_stored_chat_has_the_whole_reply_and_continues_from_the_cache(
 @pytest.mark.engine
 def test_long_prompt_is_read_once_for_several_begun_replies(model, tmp_path):
     long = message("user", "The river is long and the boat is slow. " * 40)
-    with answering(model, PLAIN, tmp_path, "h2o", budget=128) as ask:
+    with dictated_slot(model, PLAIN, tmp_path, "h2o", budget=128) as ask:
         n = ask([long, BEGUN], " is 42.")["n_prompt"]
         assert ask([long, message("assistant", "It")], " is.")["n_cached"] > n - 12
         assert ask([long], "So.")["n_cached"] > n - 12
@@ -208,7 +210,7 @@ def test_long_prompt_is_read_once_for_several_begun_replies(model, tmp_path):
 
 @pytest.mark.engine
 def test_begun_thought_is_dropped_from_the_stored_chat(model, tmp_path):
-    with answering(model, SWITCHED, tmp_path) as ask:
+    with dictated_slot(model, SWITCHED, tmp_path) as ask:
         end = ask([HI, message("assistant", "<think>\nHm")], "m.\n</think>\n\nSo.")
         assert end["message"] == {"role": "assistant", "reasoning_content": "m.\n", "content": "So."}
         assert ask.text.endswith("<|im_start|>assistant\nSo.")
@@ -224,7 +226,7 @@ def test_begun_reply_and_its_continuation_fit_the_schema_together(model, tmp_pat
     }
     shape = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
     for source in (PLAIN, OPENS):
-        with answering(model, source, tmp_path / str(len(source))) as ask:
+        with dictated_slot(model, source, tmp_path / str(len(source))) as ask:
             end = ask([HI, message("assistant", '{"n": 4')], temperature=0, **shape)
             assert json.loads('{"n": 4' + end["message"]["content"]) in ({"n": 41}, {"n": 42})
             assert end["finish"] == "stop"
@@ -235,7 +237,7 @@ def test_begun_reply_and_its_continuation_fit_the_schema_together(model, tmp_pat
 
 @pytest.mark.engine
 def test_chat_completions_and_messages_continue_a_begun_reply(talker):
-    with here(talker, policy="h2o", budget="256") as server:
+    with serve_in_process(talker, policy="h2o", budget="256") as server:
         begun = [HI, message("assistant", "ab")]
         reply, usage = server.chat(begun)
         plain, others = server.chat([HI])

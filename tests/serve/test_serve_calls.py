@@ -110,8 +110,8 @@ def check_cuts(format, text, expected):
     """
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
-    for at in range(1, len(text), len(text) // 40 + 1):
-        assert parsed(format, [text[:at], text[at:]]) == expected, text[:at]
+    for cut in range(1, len(text), len(text) // 40 + 1):
+        assert parsed(format, [text[:cut], text[cut:]]) == expected, text[:cut]
 
 
 @each_case
@@ -179,8 +179,8 @@ def test_incomplete_call_is_text(format, text, calls):
 
 @each_format
 def test_forced_call_that_a_limit_cuts_is_left_out(format):
-    for written in (format, HERMES):
-        text = written.written([TRICKY])
+    for written_format in (format, HERMES):
+        text = written_format.written([TRICKY])
         for n in range(1, len(text)):
             parser = Parser(format, TOOLS, "call")
             parts = joined([*parser.feed(text[:n]), *parser.end()])
@@ -406,9 +406,9 @@ def test_single_call_without_closing_tag_ends_where_the_next_begins(tag):
 
 
 def test_arguments_are_written_again():
-    written = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
+    arguments = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
     reply = Reply(None, Parser(HERMES, TOOLS))
-    reply.feed(f'a<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>')
+    reply.feed(f'a<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')
     (call,) = reply.message["tool_calls"]
     assert reply.message["content"] == "a"
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Z\u00fcrich", "days": 10.0}'}

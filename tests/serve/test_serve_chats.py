@@ -19,9 +19,9 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, lock_folder
 from kvtool.system.files import locked
-from tests.serve import asking
-from tests.serve.asking import message, request
-from tests.serve.serving import serving
+from tests.serve import http_requests
+from tests.serve.http_requests import message, request
+from tests.serve.subprocess_server import start_server
 
 SYSTEM = message("system", "Be kind. " * 4)
 
@@ -31,7 +31,7 @@ def url(chat_model, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("first-key\nsecond-key\n")
     options = ("--policy", "h2o", "--budget", "96", "--temp", "0")
-    with serving(chat_model, *options, "--api-key-file", str(keys)) as server:
+    with start_server(chat_model, *options, "--api-key-file", str(keys)) as server:
         yield server.url
 
 
@@ -39,7 +39,7 @@ KEY = {"Authorization": "Bearer first-key"}
 
 
 def ask(url, messages, headers=(), n_max=8, **more):
-    return asking.ask(url, messages, {**KEY, **dict(headers)}, max_tokens=n_max, **more)
+    return http_requests.ask(url, messages, {**KEY, **dict(headers)}, max_tokens=n_max, **more)
 
 
 def test_session_name_separates_a_chat_from_all_others(url):
@@ -59,8 +59,8 @@ def test_edited_chat_continues_from_the_turn_before_the_edit(url):
     for n in (1, 0, 1):
         edited = messages[: 2 * n + 3]
         assert ask(url, [*edited, message("user", f"Other {n}.")]).n_cached == answers[n].n_all
-    again = ask(url, messages[:4])
-    assert (again.text, again.n_cached) == (answers[1].text, answers[0].n_all)
+    edited_answer = ask(url, messages[:4])
+    assert (edited_answer.text, edited_answer.n_cached) == (answers[1].text, answers[0].n_all)
     assert ask(url, [SYSTEM, message("user", "No other.")]).n_cached == 0
 
 
@@ -72,11 +72,11 @@ def test_system_prompt_stays_in_the_cache(url):
         messages.append(answer.reply)
     assert answer.stats["forgotten"] > 0
     n_system = len(SYSTEM["content"].rstrip())
-    held, texts = answer.stats["share"]["held"], answer.stats["share"]["text"]
-    assert len(held) == answer.n_all
+    shares, texts = answer.stats["share"]["held"], answer.stats["share"]["text"]
+    assert len(shares) == answer.n_all
     n = next(n for n in range(len(texts)) if "".join(texts[:n]).endswith("kind. Be kind"))
     assert n > n_system / 4
-    assert min(held[:n]) == 1
+    assert min(shares[:n]) == 1
 
 
 def test_request_without_a_complete_api_key_is_refused(url):
@@ -115,7 +115,7 @@ def test_store_keeps_archives_of_moved_chats_and_removes_partial_files(tmp_path)
     for name in (f"{moved}.archive", f"{killed}.archive.next", f"{killed}.kvtool.part", f"{killed}.part"):
         (tmp_path / name).write_bytes(b"kvtool archive 1 ")
     with closing(ChatStore(tmp_path, 10**9, {})) as chats:
-        assert [each.name for each in tmp_path.iterdir()] == [f"{moved}.archive"]
+        assert [entry.name for entry in tmp_path.iterdir()] == [f"{moved}.archive"]
         # n_unusable counts the archive, because the server cannot use it without its session file
         assert chats.n_unusable == 1
 
@@ -161,8 +161,8 @@ def stored(store, tokens, role="user"):
     """Store a chat with these tokens in a session of about 4,000 bytes. Return the chat."""
     meta = {"fixed": store.fixed, "padding": "x" * 3500}
 
-    def save_to(path, _, given):
-        session.write(path, meta | given | {"messages": messages}, [("tokens", tokens)])
+    def save_to(path, _, fields):
+        session.write(path, meta | fields | {"messages": messages}, [("tokens", tokens)])
         return ()
 
     messages = [message(role, "Hello.")]
@@ -211,8 +211,10 @@ def test_chats_of_other_models_count_towards_the_limit(tmp_path):
         old = [stored(store, TOKENS + 1000 * n).path for n in range(3)]
     for i, path in enumerate(old):
         os.utime(path, (1000 + i, 1000 + i))
-    others = [tmp_path / name for name in ("mine.kv", "0123456789abcdef.kv", "fedcba9876543210.kv.archive")]
-    for path in others:
+    other_files = [
+        tmp_path / name for name in ("mine.kv", "0123456789abcdef.kv", "fedcba9876543210.kv.archive")
+    ]
+    for path in other_files:
         path.write_bytes(b"\0" * 30_000)
     with closing(ChatStore(tmp_path, 20_000, {"model": "b"})) as store:
         assert (len(store), len(store.others), store.n_unusable) == (0, 3, 2)
@@ -225,7 +227,7 @@ def test_chats_of_other_models_count_towards_the_limit(tmp_path):
         assert [path.exists() for path in old] == [False, True, True]
         assert store.n_bytes == sum(path.stat().st_size for path in [*old[1:], *new])
         new += [stored(store, TOKENS + 1000 * n).path for n in range(2, 4)]
-        assert sorted(tmp_path.iterdir()) == sorted([*others, *new])
+        assert sorted(tmp_path.iterdir()) == sorted([*other_files, *new])
 
 
 def test_server_removes_folders_of_killed_servers(tmp_path, monkeypatch):
@@ -243,16 +245,16 @@ def test_server_removes_folders_of_killed_servers(tmp_path, monkeypatch):
 
 
 def test_two_servers_cannot_use_one_folder(tmp_path):
-    refused = pytest.raises(SessionError, match="is in use by another server; name another folder")
-    with lock_folder(tmp_path), refused, lock_folder(tmp_path):
+    raises_in_use = pytest.raises(SessionError, match="is in use by another server; name another folder")
+    with lock_folder(tmp_path), raises_in_use, lock_folder(tmp_path):
         pass
 
 
 def test_only_its_user_can_read_a_folder_that_the_server_creates(tmp_path):
-    new, mine = tmp_path / "above" / "new", tmp_path / "mine"
-    mine.mkdir()
-    mine.chmod(0o755)
-    for folder, mode in ((new, 0o700), (mine, 0o755)):
+    new, existing = tmp_path / "above" / "new", tmp_path / "mine"
+    existing.mkdir()
+    existing.chmod(0o755)
+    for folder, mode in ((new, 0o700), (existing, 0o755)):
         # the second server finds a folder that exists
         for _ in range(2):
             with lock_folder(folder):

@@ -6,8 +6,8 @@ import pytest
 
 from kvtool.engine.checkpoints import SPACING
 from tests import tiny_kinds
-from tests.serve.asking import ask, message
-from tests.serve.serving import serving
+from tests.serve.http_requests import ask, message
+from tests.serve.subprocess_server import start_server
 
 pytestmark = pytest.mark.engine
 
@@ -40,19 +40,19 @@ def check_edits(url, messages):
     # the checkpoint is just before the reply header, so only the header is read
     assert ask(url, messages[:2]).n_read == len("[e][a]")
     for share in (0.9, 0.5):
-        at = int(len(LONG) * share)
-        answer = ask(url, [messages[0], message("user", LONG[:at] + "! " + LONG[at:])])
+        offset = int(len(LONG) * share)
+        answer = ask(url, [messages[0], message("user", LONG[:offset] + "! " + LONG[offset:])])
         n_changed = answer.n_prompt * (1 - share)
         assert n_changed < answer.n_read < n_changed + SPACING + N_BATCH
 
 
 def test_edited_chat_rereads_at_most_one_checkpoint_spacing(hybrid_talker, options):
-    with serving(hybrid_talker, *options) as server:
+    with start_server(hybrid_talker, *options) as server:
         check_edits(server.url, talked(server.url))
 
 
 def test_changed_reply_after_a_short_prompt_rereads_no_prompt(hybrid_talker, options):
-    with serving(hybrid_talker, *options) as server:
+    with start_server(hybrid_talker, *options) as server:
         chat = [message("user", "Who is it?")]
         n_prompt = ask(server.url, chat).n_prompt
         chat += [message("assistant", "Nobody."), message("user", "Why?")]
@@ -61,7 +61,7 @@ def test_changed_reply_after_a_short_prompt_rereads_no_prompt(hybrid_talker, opt
 
 def test_changed_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
     system = message("system", "Be kind. " * 40)
-    with serving(hybrid_talker, *options) as server:
+    with start_server(hybrid_talker, *options) as server:
         ask(server.url, [system, message("user", "Who is it?")])
         answer = ask(server.url, [system, message("user", "Why?")])
         assert answer.n_read == len("[e][u]Why?[e][a]") < answer.n_prompt % N_BATCH
@@ -73,7 +73,7 @@ def test_changed_message_in_a_long_prompt_is_read_from_its_start(tmp_path, optio
     tiny_kinds.write_lfm2(path, chat_template=template, n_ctx_train=8192)
     texts = [f"Is it {word}? " * 8 for word in ("cold", "late", "deep", "far", "high", "low")]
     chat = [message(("user", "assistant")[i % 2], text) for i, text in enumerate([*texts, "Why?"])]
-    with serving(path, *options) as server:
+    with start_server(path, *options) as server:
         n_prompt = ask(server.url, chat).n_prompt
         for i in (4, 1):
             changed = [*chat[:i], message(chat[i]["role"], "No. " + chat[i]["content"]), *chat[i + 1 :]]
@@ -86,18 +86,18 @@ def test_changed_message_in_a_long_prompt_is_read_from_its_start(tmp_path, optio
 
 def test_checkpoints_are_stored_for_the_next_server(hybrid_talker, options, tmp_path):
     arguments = (*options, "--sessions", str(tmp_path))
-    with serving(hybrid_talker, *arguments) as server:
+    with start_server(hybrid_talker, *arguments) as server:
         messages = talked(server.url)
         server.stop()
-    with serving(hybrid_talker, *arguments) as server:
+    with start_server(hybrid_talker, *arguments) as server:
         check_edits(server.url, messages)
 
 
 def test_edited_chat_gets_the_answer_of_a_fresh_server(hybrid_talker, options):
-    with serving(hybrid_talker, *options) as server:
+    with start_server(hybrid_talker, *options) as server:
         messages = talked(server.url)
         edited = [messages[0], message("user", LONG[:-600] + "And who is kind?")]
         reply = ask(server.url, edited).reply
         assert ask(server.url, messages[:4]).reply == messages[4]
-    with serving(hybrid_talker, *options) as fresh:
+    with start_server(hybrid_talker, *options) as fresh:
         assert ask(fresh.url, edited).reply == reply

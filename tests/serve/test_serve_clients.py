@@ -19,9 +19,9 @@ import httpx2 as httpx
 import pytest
 
 from kvtool.serve.store.history import History
-from tests.held import PATIENCE_S
-from tests.serve.asking import check_messages, events_of, message
-from tests.serve.serving import serving
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.http_requests import check_messages, events_of, message
+from tests.serve.subprocess_server import start_server
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ LOGS = recorded("clients.jsonl")
 
 @pytest.fixture(scope="module")
 def server(smol):
-    with serving(smol, "--budget", "1024", "--temp", "0", "-n", "4") as server:
+    with start_server(smol, "--budget", "1024", "--temp", "0", "-n", "4") as server:
         yield server
 
 
@@ -48,7 +48,7 @@ def test_recorded_clients_are_answered_and_only_new_tokens_are_read(server, clie
     for line in LOGS[client]:
         body = filled(line["body"], answers)
         sent = httpx.post(
-            f"{server.url}{line['path']}", json=body, headers=line["headers"], timeout=PATIENCE_S
+            f"{server.url}{line['path']}", json=body, headers=line["headers"], timeout=TIMEOUT_S
         )
         assert sent.status_code == 200, sent.text
         read = {"/v1/responses": read_response, "/v1/messages?beta=true": read_message}.get(
@@ -68,12 +68,12 @@ def test_functions_of_namespaces_are_called_by_their_own_names(server):
     for names in ({"name": "goal"}, {"name": "goal", "namespace": "team"}):
         choice = {"type": "function", **names}
         sent = httpx.post(
-            f"{server.url}/v1/responses", json=body | {"tool_choice": choice}, timeout=PATIENCE_S
+            f"{server.url}/v1/responses", json=body | {"tool_choice": choice}, timeout=TIMEOUT_S
         )
         (call,) = sent.json()["output"]
         assert {name: call[name] for name in ("name", "namespace") if name in call} == names
-    refused = body | {"tool_choice": {"type": "web_search"}}
-    assert httpx.post(f"{server.url}/v1/responses", json=refused, timeout=PATIENCE_S).status_code == 400
+    hosted_body = body | {"tool_choice": {"type": "web_search"}}
+    assert httpx.post(f"{server.url}/v1/responses", json=hosted_body, timeout=TIMEOUT_S).status_code == 400
 
 
 def test_first_system_messages_are_merged():

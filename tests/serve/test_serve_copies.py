@@ -14,9 +14,9 @@ from kvtool.llama.cache.segment import SavedCheckpoint, listed
 from kvtool.llama.loaded.model import Model
 from kvtool.serve.store.chats import ChatStore
 from tests import tiny
-from tests.serve.asking import ask, message
+from tests.serve.http_requests import ask, message
 from tests.serve.killed_turns import SlotServer
-from tests.serve.serving import serving
+from tests.serve.subprocess_server import start_server
 from tests.serve.test_serve_back import RECALL
 
 pytestmark = pytest.mark.engine
@@ -34,8 +34,10 @@ def sliding(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["sliding", "h2o"])
 def url(request, talker, sliding):
-    chosen = (sliding, *RECALL) if request.param == "sliding" else (talker, "--policy", "h2o", "--temp", "0")
-    with serving(*chosen) as server:
+    arguments = (
+        (sliding, *RECALL) if request.param == "sliding" else (talker, "--policy", "h2o", "--temp", "0")
+    )
+    with start_server(*arguments) as server:
         yield server.url
 
 
@@ -45,9 +47,9 @@ def test_repeated_request_reads_only_its_reply_header(url):
         messages.append(question)
         answer = ask(url, messages)
         assert answer.n_read > n_min
-        again = ask(url, messages)
-        assert again.reply == answer.reply
-        assert again.n_read < 8
+        second_answer = ask(url, messages)
+        assert second_answer.reply == answer.reply
+        assert second_answer.n_read < 8
         messages.append(answer.reply)
 
 
@@ -63,7 +65,7 @@ def test_changed_reply_is_read_from_the_end_of_its_prompt(url):
 
 @pytest.mark.parametrize(("prompt", "n"), [(message("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
 def test_only_long_prompts_get_a_checkpoint_before_the_reply(talker, tmp_path, prompt, n):
-    with serving(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
+    with start_server(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
         ask(server.url, [prompt])
         (path,) = tmp_path.glob("*.kv")
         assert len(listed(session.read(path)[1], SavedCheckpoint)) == n
@@ -73,7 +75,7 @@ def test_only_long_prompts_get_a_checkpoint_before_the_reply(talker, tmp_path, p
 @pytest.mark.parametrize("size", ["64MiB", "0"])
 def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
     arguments = (*options, "--checkpoints", size, "--temp", "0", "--sessions", str(tmp_path))
-    with serving(sliding, *arguments) as server:
+    with start_server(sliding, *arguments) as server:
         messages = [LONG]
         for _ in range(2):
             messages += [ask(server.url, messages).reply, NEXT]
@@ -87,7 +89,7 @@ def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
         assert len([*tmp_path.glob("*.kv")]) == 2
         assert not [*tmp_path.glob("*.kv.[0-9]*")]
         server.stop()
-    with serving(sliding, *arguments) as server:
+    with start_server(sliding, *arguments) as server:
         more = [*messages, answer.reply, message("user", "Why?")]
         assert ask(server.url, more).n_read < 100
 
@@ -106,16 +108,16 @@ def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, 
             messages = [message("user", f"{i}: " + "Waves come and go. " * 60)]
             messages += [message("assistant", server.ask(messages)[0]), message("user", "Why?")]
             server.ask(messages)
-        again = ChatStore(folder, 10**9, store.fixed)
+        reopened = ChatStore(folder, 10**9, store.fixed)
         # from here on, sizes of files can no longer be read
         size = n_bytes()
         monkeypatch.setattr(archive_file, "size", lambda path: 1 / 0)
         assert len(store) == 2
-        assert store.n_bytes == again.n_bytes == size
-        kept = store.chats[-1]
+        assert store.n_bytes == reopened.n_bytes == size
+        newest = store.chats[-1]
         store.max_bytes = size - 1
-        store._shrink(keep=kept)
-        assert store.chats == [kept]
+        store._shrink(keep=newest)
+        assert store.chats == [newest]
         assert store.n_bytes == n_bytes()
 
 
@@ -129,7 +131,7 @@ def test_prompt_of_a_disconnected_client_is_continued(sliding, tmp_path):
         assert 512 <= n_cached < 1000
         longer = [message("user", messages[0]["content"] + "!")]
         # the checkpoint is at the end of the message's text, so a longer message can continue from it
-        assert all(server.ask(each)[1] > 1000 for each in (messages, longer))
+        assert all(server.ask(chat)[1] > 1000 for chat in (messages, longer))
         whole = SlotServer(model, "recall", tmp_path / "fresh")
         assert whole.ask(messages)[0] == reply
 

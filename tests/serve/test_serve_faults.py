@@ -16,18 +16,18 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests import forked
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S, until
 from tests.fuzz import fuzz_serve
-from tests.held import PATIENCE_S, until
-from tests.serve import asking, crowd_serve
-from tests.serve.asking import message, request
+from tests.serve import crowd_serve, http_requests
 from tests.serve.crowd_serve import RECALL, reply_to
-from tests.serve.gone import GONE
-from tests.serve.serving import ONE_THREAD, serving
+from tests.serve.http_requests import message, request
+from tests.serve.killed_server import CONNECTION_ERRORS
+from tests.serve.subprocess_server import ONE_THREAD, start_server
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
 
-ask = partial(asking.ask, max_tokens=8, temperature=0)
+ask = partial(http_requests.ask, max_tokens=8, temperature=0)
 EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 
@@ -61,9 +61,9 @@ def test_every_random_request_is_answered_or_refused(chat_model, share_of, api, 
     n = share_of(100, 300)
     counts, _, n_file = fuzz_serve.run(chat_model, n, api=api)
     assert sum(counts.values()) >= n
-    answered, refused = least
-    assert counts["right", 200] >= answered * n // 100
-    assert counts["right", 400] >= refused * n // 100
+    n_answered, n_refused = least
+    assert counts["right", 200] >= n_answered * n // 100
+    assert counts["right", 400] >= n_refused * n // 100
     assert n_file < fuzz_serve.N_FILE
 
 
@@ -75,19 +75,19 @@ def test_concurrent_clients_get_the_answers_they_get_alone(model, policy):
     # 0, two sums differ by only 6 in a million.) With h2o, no two clients begin with the same messages: a
     # client could otherwise continue from another client's stream, where h2o has evicted different tokens.
     n_alike = 1 if policy == "h2o" else 2
-    did = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, n_alike=n_alike, more=more)
-    assert did["compared"] > 15
-    assert min(did["gone"], did["asked again"], did["changed"]) > 1
+    counts = crowd_serve.run(model, policy, 64, n_client=8, n_turn=3, seed=6, n_alike=n_alike, more=more)
+    assert counts["compared"] > 15
+    assert min(counts["gone"], counts["asked again"], counts["changed"]) > 1
 
 
 @EACH_POLICY
 def test_kill_at_any_file_operation_loses_no_turn(model, tmp_path, share_of, policy):
     # kill at every fourth call, or at every call with --long
     step = 4 // share_of(1, 4)
-    done = forked.run(
+    done = fork_server.run(
         [sys.executable, "-m", "tests.serve.killed_turns", str(model), str(tmp_path), str(step), policy],
         env=os.environ | ONE_THREAD,
-        timeout=6 * PATIENCE_S,  # it starts 40 servers
+        timeout=6 * TIMEOUT_S,  # it starts 40 servers
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) > 25
@@ -131,15 +131,15 @@ def test_kill_during_20_streams_loses_no_finished_turn(model, tmp_path, policy):
         return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
 
     for n in (12, 24):
-        with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+        with start_server(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
             kill_amid(server, [partial(talk, server, i) for i in range(len(chats))], partial(have_turns, n))
         assert have_turns(n)
-    with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+    with start_server(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
         answers = [ask(server.url, [*chat, message("user", "And?")]) if chat else None for chat in chats]
     for answer, n in zip(answers, tokens, strict=True):
         assert not answer or is_all(policy, answer.n_cached, n)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
-    with serving(model, *options_of(policy)) as server:
+    with start_server(model, *options_of(policy)) as server:
         for chat, answer in zip(chats, answers, strict=True):
             for n in range(0, len(chat), 2):
                 assert ask(server.url, chat[: n + 1]).reply == chat[n + 1]
@@ -149,7 +149,7 @@ def test_kill_during_20_streams_loses_no_finished_turn(model, tmp_path, policy):
 @EACH_POLICY
 def test_full_disk_lets_chats_continue_and_reports_them_as_unsaved(model, tmp_path, policy):
     chat = [message("user", "What is a stone? " * 8)]
-    with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+    with start_server(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
         first = ask(server.url, chat)
         chat.append(first.reply)
         before = sorted(path.name for path in tmp_path.iterdir())
@@ -169,7 +169,7 @@ def test_full_disk_lets_chats_continue_and_reports_them_as_unsaved(model, tmp_pa
         assert is_all(policy, last.n_cached, first.n_all)
         assert "unsaved" not in last.stats
         server.stop(signal.SIGKILL)
-    with serving(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
+    with start_server(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
         for messages, n in ((chat, first.n_all), ([*unstored, last.reply], last.n_all)):
             assert is_all(policy, ask(server.url, [*messages, message("user", "Why?")]).n_cached, n)
 
@@ -182,7 +182,7 @@ def _limit_files(process, n_byte):
 def test_stored_chats_stay_within_sessions_bytes(chat_model, tmp_path, policy):
     most = 800_000 if policy == "recall" else 300_000
     chats = [[] for _ in range(6)]
-    with serving(
+    with start_server(
         chat_model, *options_of(policy), "--sessions", str(tmp_path), "--sessions-bytes", str(most)
     ) as server:
         for i in range(18):
@@ -198,11 +198,11 @@ def test_stored_chats_stay_within_sessions_bytes(chat_model, tmp_path, policy):
 def test_shared_system_prompt_stays_stored_while_chats_use_it(chat_model, tmp_path):
     system = message("system", "Be brief about stones, lamps and rivers. " * 12)
     n_cached = []
-    with serving(chat_model, "--policy", "full", "--sessions", str(tmp_path)) as server:
+    with start_server(chat_model, "--policy", "full", "--sessions", str(tmp_path)) as server:
         ask(server.url, [system, message("user", "0: Why?")])
         few = "--sessions-bytes", str(most := 2 * _bytes(tmp_path))
     folder = tmp_path / "few"
-    with serving(chat_model, "--policy", "full", "--sessions", str(folder), *few) as server:
+    with start_server(chat_model, "--policy", "full", "--sessions", str(folder), *few) as server:
         for i in range(12):
             n_cached.append(ask(server.url, [system, message("user", f"{i}: Why?")]).n_cached)
             assert _bytes(folder) <= most
@@ -214,17 +214,17 @@ def test_shared_system_prompt_stays_stored_while_chats_use_it(chat_model, tmp_pa
 def _bytes(folder):
     """Return the size of all files in bytes. A file with two names is counted once."""
     files = [path.stat() for path in folder.iterdir()]
-    return sum({each.st_ino: each.st_size for each in files}.values())
+    return sum({file.st_ino: file.st_size for file in files}.values())
 
 
 @pytest.mark.parametrize(
-    ("how", "code"),
+    ("signal_number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
 )
-def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
-    with serving(chat_model, "--budget", "64", "--temp", "0") as server:
-        where = urlsplit(server.url)
-        address = (where.hostname, where.port)
+def test_server_stops_at_a_signal_whatever_clients_do(chat_model, signal_number, code):
+    with start_server(chat_model, "--budget", "64", "--temp", "0") as server:
+        parts = urlsplit(server.url)
+        address = (parts.hostname, parts.port)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
         long = b'{"prompt": "a", "max_tokens": 1000000000, "stream": true}'
         with (
@@ -240,11 +240,11 @@ def test_server_stops_at_a_signal_whatever_clients_do(chat_model, how, code):
                 each.sendall(head + b"%d\r\n\r\n" % len(long) + long)
             assert writing.recv(100)
             # the answer would take days, so the server must not wait for its end
-            assert server.stop(how) == (code, "kvtool: stopped\n")
+            assert server.stop(signal_number) == (code, "kvtool: stopped\n")
 
 
 def test_nohup_keeps_the_server_running_after_sighup(chat_model):
-    with serving(chat_model, "--budget", "64", preexec_fn=forked.deaf) as server:
+    with start_server(chat_model, "--budget", "64", preexec_fn=fork_server.ignore_sighup) as server:
         server.process.send_signal(signal.SIGHUP)
         assert reply_to(server.url, [message("user", "Hello.")])
         assert server.stop() == (130, "kvtool: stopped\n")
@@ -268,7 +268,7 @@ main()
 
 def test_signal_before_http_starts_stops_the_server(chat_model):
     command = [sys.executable, "-c", EARLY, "serve", "-m", str(chat_model), "--port", "0", "--budget", "64"]
-    done = forked.run(command)
+    done = fork_server.run(command)
     assert done.returncode == 130, done.stderr
     assert done.stderr.endswith("kvtool: stopped\n")
 
@@ -302,24 +302,24 @@ main()
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
 def test_model_is_not_freed_while_a_text_is_tokenized(chat_model, path):
     body = {"content": "STOP", "messages": [message("user", "STOP")]}
-    with serving(chat_model, "--budget", "64", program=STOPPED_AMID) as server:
-        with asking.connected(server.url) as link:
+    with start_server(chat_model, "--budget", "64", program=STOPPED_AMID) as server:
+        with http_requests.open_connection(server.url) as link:
             link.request("POST", path, json.dumps(body))
             answer = link.getresponse()
             assert answer.status == (529 if "messages" in path else 503)
             assert json.loads(answer.read())["error"]["message"] == "the server is stopping"
-        _, stderr = server.process.communicate(timeout=PATIENCE_S)
+        _, stderr = server.process.communicate(timeout=TIMEOUT_S)
         assert (server.process.returncode, stderr) == (130, "kvtool: stopped\n")
 
 
 def test_read_timeout_ends_slow_requests(chat_model):
-    with serving(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
-        where = urlsplit(server.url)
+    with start_server(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
+        parts = urlsplit(server.url)
         with ExitStack() as stack:
 
             def connected():
-                address = (where.hostname, where.port)
-                return stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
+                address = (parts.hostname, parts.port)
+                return stack.enter_context(socket.create_connection(address, timeout=TIMEOUT_S))
 
             def is_refused():
                 """Return True if a request whose body is incomplete gets status 408."""
@@ -343,7 +343,7 @@ def test_read_timeout_ends_slow_requests(chat_model):
                     assert slow.recv(100) == b""
 
             def is_answered():
-                with suppress(*GONE):
+                with suppress(*CONNECTION_ERRORS):
                     return reply_to(server.url, [message("user", "Hello.")])
 
             # on a busy machine, these clients may exceed the server's time limit, so try again
@@ -352,10 +352,10 @@ def test_read_timeout_ends_slow_requests(chat_model):
 
 
 def test_too_large_body_is_refused_before_it_is_sent(chat_model):
-    with serving(chat_model, "--budget", "64") as server:
-        where = urlsplit(server.url)
+    with start_server(chat_model, "--budget", "64") as server:
+        parts = urlsplit(server.url)
         for expect in (b"", b"Expect: 100-continue\r\n"):
-            with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as link:
+            with socket.create_connection((parts.hostname, parts.port), timeout=TIMEOUT_S) as link:
                 head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + expect
                 link.sendall(head + b"Content-Length: %d\r\n\r\n" % (2**26 + 1))
                 assert link.recv(100).startswith(b"HTTP/1.1 413 ")

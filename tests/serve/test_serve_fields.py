@@ -13,16 +13,16 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import HARMLESS, INERT, NEUTRAL
 from kvtool.serve.api.requests import Defaults
 from kvtool.serve.tools.formats import HERMES
-from tests.serve.answered import checked
-from tests.serve.asking import message, pieces_of
-from tests.serve.here import here
+from tests.serve.http_requests import message, pieces_of
+from tests.serve.in_process_server import serve_in_process
+from tests.serve.slot_requests import check_body
 from tests.serve.test_serve_tools import tool
 
 HI = [message("user", "Hi.")]
 
 
 def chat(defaults=None, **fields):
-    return checked({"messages": HI, **fields}, defaults=defaults)
+    return check_body({"messages": HI, **fields}, defaults=defaults)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_unsupported_field_is_refused_by_name_unless_its_value_is_neutral(field)
 
 
 def test_each_field_is_in_one_table():
-    known = {"max_tokens", "n_predict", "stop", "seed", "n", "logprobs", "tools", "stream", "grammar"}
+    supported = {"max_tokens", "n_predict", "stop", "seed", "n", "logprobs", "tools", "stream", "grammar"}
     assert len(NEUTRAL.keys() | HARMLESS | INERT.keys()) == len(NEUTRAL) + len(HARMLESS) + len(INERT)
-    assert not (NEUTRAL.keys() | HARMLESS | INERT.keys()) & known
+    assert not (NEUTRAL.keys() | HARMLESS | INERT.keys()) & supported
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
@@ -141,19 +141,19 @@ def test_error_names_the_invalid_field(fields, param, words):
 
 def test_previous_response_id_is_refused_with_advice():
     with pytest.raises(ApiError, match="previous_response_id is not supported; send the whole chat instead"):
-        checked({"input": "x", "previous_response_id": "resp_1"}, "responses")
+        check_body({"input": "x", "previous_response_id": "resp_1"}, "responses")
 
 
 def test_reference_to_an_item_is_refused_with_advice():
     """Vercel's AI SDK refers to earlier replies unless it is told that they are not stored."""
-    asked = [message("user", "x"), {"type": "item_reference", "id": "msg_1"}]
+    items = [message("user", "x"), {"type": "item_reference", "id": "msg_1"}]
     with pytest.raises(ApiError, match=r"kvtool stores no answers; send the whole chat \(.*store: false"):
-        checked({"input": asked}, "responses")
+        check_body({"input": items}, "responses")
 
 
 def test_error_about_an_unknown_item_names_the_types_that_are_read():
     with pytest.raises(ApiError) as caught:
-        checked({"input": [{"type": "x"}]}, "responses")
+        check_body({"input": [{"type": "x"}]}, "responses")
     start, end = "input[0].type must be ", ", got x"
     assert caught.value.message.startswith(start)
     assert caught.value.message.endswith(end)
@@ -162,7 +162,7 @@ def test_error_about_an_unknown_item_names_the_types_that_are_read():
     # for these types, the error is about another field
     for kind in kinds:
         with pytest.raises(ApiError) as caught:
-            checked({"input": [{"type": kind}]}, "responses")
+            check_body({"input": [{"type": kind}]}, "responses")
         assert caught.value.param != "input[0].type"
 
 
@@ -178,10 +178,10 @@ def test_unknown_fields_are_listed_as_ignored():
     assert chat(frobnicate=1, verbosity="low", user="x").ignored == ["frobnicate", "verbosity"]
     # these fields of other servers change nothing here, so they need no entry in a table
     assert chat(use_beam_search=False, ban_eos_token=True).ignored == ["use_beam_search", "ban_eos_token"]
-    response = checked({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
+    response = check_body({"input": "x", "frobnicate": 1, "text": {"verbosity": "low"}}, "responses")
     assert response.ignored == ["frobnicate", "text.verbosity"]
     # it limits only the calls of tools that run on OpenAI's servers
-    assert checked({"input": "x", "max_tool_calls": 5}, "responses").ignored == ["max_tool_calls"]
+    assert check_body({"input": "x", "max_tool_calls": 5}, "responses").ignored == ["max_tool_calls"]
     assert len(chat(**{f"f{n}": n for n in range(99)}).ignored) == requests.MAX_IGNORED
 
 
@@ -191,13 +191,13 @@ def test_fields_without_effect_are_listed_if_they_ask_for_something():
     assert asks.keys() == INERT.keys()
     assert chat(**asks).ignored == list(asks)
     asks = {"context_management": edits, "inference_geo": "eu"}
-    assert checked({"messages": HI, "max_tokens": 5, **asks}, "messages").ignored == list(asks)
+    assert check_body({"messages": HI, "max_tokens": 5, **asks}, "messages").ignored == list(asks)
 
 
 def test_return_progress_is_listed_as_ignored_by_apis_without_progress():
     asks = {"stream": True, "return_progress": True}
     for body, api in (({"input": "x"}, "responses"), ({"messages": HI, "max_tokens": 5}, "messages")):
-        request = checked(body | asks, api)
+        request = check_body(body | asks, api)
         assert (request.with_progress, request.ignored) == (False, ["return_progress"])
     request = chat(**asks)
     assert (request.with_progress, request.ignored) == (True, [])
@@ -207,11 +207,11 @@ def test_hosted_tools_are_listed_as_ignored():
     function = {"type": "function", "name": "f"}
     hosted = [{"type": kind} for kind in ("web_search", "local_shell", "custom")]
     tools = [hosted[0], function, hosted[1], {"type": "namespace", "name": "n", "tools": [hosted[2]]}]
-    request = checked({"input": "x", "tools": tools}, "responses")
+    request = check_body({"input": "x", "tools": tools}, "responses")
     assert [tool["function"]["name"] for tool in request.tools] == ["f"]
     assert request.ignored == ["tools[0]", "tools[2]", "tools[3].tools[0]"]
     tools = [{"name": "f", "input_schema": {"type": "object"}}, {"type": "bash_20250124", "name": "bash"}]
-    request = checked({"messages": HI, "max_tokens": 5, "tools": tools}, "messages")
+    request = check_body({"messages": HI, "max_tokens": 5, "tools": tools}, "messages")
     assert [tool["function"]["name"] for tool in request.tools] == ["f"]
     assert request.ignored == ["tools[1]"]
 
@@ -230,8 +230,8 @@ def test_items_of_hosted_tools_are_listed_as_ignored():
     kinds = ("web_search_call", "computer_call_output", "mcp_list_tools", "local_shell_call")
     items = [{"type": kind, "id": "x"} for kind in kinds]
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-    asked = [message("user", "x"), items[0], thought, *items[1:3], message("assistant", "y"), items[3]]
-    request = checked({"input": [*asked, message("user", "z")]}, "responses")
+    input_items = [message("user", "x"), items[0], thought, *items[1:3], message("assistant", "y"), items[3]]
+    request = check_body({"input": [*input_items, message("user", "z")]}, "responses")
     reply = message("assistant", "y") | {"reasoning_content": "Hm."}
     assert request.messages == [message("user", "x"), reply, message("user", "z")]
     assert request.ignored == ["input[1]", "input[3]", "input[4]", "input[6]"]
@@ -241,8 +241,8 @@ def test_call_of_a_custom_tool_is_shown_with_its_text_as_input():
     call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": "+a\n"}
     result = {"type": "custom_tool_call_output", "call_id": "1"}
     for output in ("done", [{"type": "input_text", "text": "done"}]):
-        asked = [message("user", "x"), call, result | {"output": output}]
-        _, reply, answer = checked({"input": asked}, "responses").messages
+        items = [message("user", "x"), call, result | {"output": output}]
+        _, reply, answer = check_body({"input": items}, "responses").messages
         function = {"name": "patch", "arguments": '{"input": "+a\\n"}'}
         assert reply["tool_calls"] == [{"id": "1", "type": "function", "function": function}]
         assert (answer["tool_call_id"], answer["content"]) == ("1", "done")
@@ -253,7 +253,7 @@ def test_image_in_the_output_of_a_tool_is_replaced_by_a_text_and_listed_as_ignor
     for kind in ("function_call", "custom_tool_call"):
         call = {"type": kind, "call_id": "1", "name": "look", "input": "x", "arguments": "{}"}
         output = {"type": f"{kind}_output", "call_id": "1", "output": parts}
-        request = checked({"input": [message("user", "x"), call, output]}, "responses")
+        request = check_body({"input": [message("user", "x"), call, output]}, "responses")
         assert request.messages[-1]["content"] == "Seen: [image: this model reads text only]"
         assert request.ignored == ["input[2].output[1]"]
     assert parts[1]["type"] == "input_image"
@@ -262,7 +262,7 @@ def test_image_in_the_output_of_a_tool_is_replaced_by_a_text_and_listed_as_ignor
 @pytest.mark.parametrize("n", [0, 2, None])
 def test_responses_return_logprobs_if_top_logprobs_or_include_ask(n):
     def request(**more):
-        return checked({"input": "x", "top_logprobs": n, **more}, "responses")
+        return check_body({"input": "x", "top_logprobs": n, **more}, "responses")
 
     assert request().logprobs == (n or None)
     assert request(include=["message.output_text.logprobs"]).logprobs == (n or 0)
@@ -319,7 +319,7 @@ PARAMETERS = {"type": "object", "properties": 5}
 )
 def test_errors_of_responses_name_fields_of_that_api(fields, param):
     with pytest.raises(ApiError) as caught:
-        checked({"instructions": "Be brief.", "input": "x", **fields}, "responses")
+        check_body({"instructions": "Be brief.", "input": "x", **fields}, "responses")
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
 
@@ -335,10 +335,10 @@ def test_errors_name_the_message_and_the_tool_as_the_client_numbers_them():
             chat(defaults, messages=talk)
         assert caught.value.param == param
     tools = [{"type": "bash_20250124", "name": "bash"}, {"name": "f", "input_schema": {"type": "object"}}]
-    request = checked({"messages": HI, "max_tokens": 5, "tools": tools}, "messages")
+    request = check_body({"messages": HI, "max_tokens": 5, "tools": tools}, "messages")
     assert request.schema_places == ["tools[1].input_schema"]
     tools = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [{"name": "f"}]}]
-    assert checked({"input": "x", "tools": tools}, "responses").schema_places == [
+    assert check_body({"input": "x", "tools": tools}, "responses").schema_places == [
         "tools[1].tools[0].parameters"
     ]
     assert chat(tools=[tool("f")]).schema_places == ["tools[0].function.parameters"]
@@ -346,7 +346,7 @@ def test_errors_name_the_message_and_the_tool_as_the_client_numbers_them():
 
 @pytest.fixture(scope="module")
 def server(talker):
-    with here(talker, policy="h2o", budget="256") as server:
+    with serve_in_process(talker, policy="h2o", budget="256") as server:
         yield server
 
 
@@ -359,7 +359,7 @@ def test_stop_token_ids_are_applied(server):
         return body["choices"][0], body
 
     plain, _ = ask()
-    tokens = [each["id"] for each in plain["logprobs"]["content"]]
+    tokens = [token["id"] for token in plain["logprobs"]["content"]]
     assert (plain["finish_reason"], len(tokens)) == ("length", 6)
     third = tokens[2]
     n = tokens.index(third)
@@ -368,14 +368,14 @@ def test_stop_token_ids_are_applied(server):
     assert plain["message"]["content"].startswith(cut["message"]["content"])
     assert len(cut["message"]["content"]) < len(plain["message"]["content"])
     for name, value in {"stop_token_ids": [10**9], "logit_bias": {str(10**9): 1}}.items():
-        refused = server.ask("/v1/chat/completions", {"messages": HI, name: value})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        response = server.ask("/v1/chat/completions", {"messages": HI, name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answer_says_if_the_context_or_the_token_limit_cut_it(talker, stream):
     remarks = ["the answer was cut: the context of 96 tokens is full"]
-    with here(talker, policy="full", n_ctx=96) as server:
+    with serve_in_process(talker, policy="full", n_ctx=96) as server:
 
         def ask(path, **body):
             answer = server.ask(path, {"ignore_eos": True, "stream": stream, **body})
@@ -458,15 +458,15 @@ def test_responses_have_logprobs(server):
     body = {"input": "Hi.", "max_output_tokens": 4, "top_logprobs": 2}
     whole = server.ask("/v1/responses", body).json()
     (part,) = whole["output"][0]["content"]
-    assert [len(each["top_logprobs"]) for each in part["logprobs"]] == [2] * 4
+    assert [len(token["top_logprobs"]) for token in part["logprobs"]] == [2] * 4
     events = pieces_of(server.ask("/v1/responses", body | {"stream": True}).text)
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-    assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
+    assert [token for event in deltas for token in event["logprobs"]] == part["logprobs"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
 
 
 def test_parallel_tool_calls_false_ends_the_reply_after_one_call(talker):
-    with here(talker, policy="full") as server:
+    with serve_in_process(talker, policy="full") as server:
         two = HERMES.written([("now", {}), ("now", {})])
         body = {"max_tokens": 300, "grammar": f"root ::= {json.dumps(two)}"}
         function = {"name": "now", "parameters": {"type": "object"}}
@@ -500,13 +500,13 @@ def test_parallel_tool_calls_false_ends_the_reply_after_one_call(talker):
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
         assert answer["stop_reason"] == "tool_use"
         choice = {"type": "any", "disable_parallel_tool_use": 1}
-        refused = server.ask("/v1/messages", body | {"tool_choice": choice})
-        assert "tool_choice.disable_parallel_tool_use must be true or false" in refused.text
+        refused_response = server.ask("/v1/messages", body | {"tool_choice": choice})
+        assert "tool_choice.disable_parallel_tool_use must be true or false" in refused_response.text
 
 
 def test_stream_reports_prompt_progress_on_request(talker):
     long = "The river is long. " * 20
-    with here(talker, policy="h2o", budget="256", n_batch=32) as server:
+    with serve_in_process(talker, policy="h2o", budget="256", n_batch=32) as server:
         for path, prompt in (
             ("/v1/chat/completions", {"messages": [message("user", long)]}),
             ("/v1/completions", {"prompt": long}),
@@ -515,8 +515,8 @@ def test_stream_reports_prompt_progress_on_request(talker):
             pieces = pieces_of(server.ask(path, body).text)
             progress = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
             n = pieces[-1]["timings"]["prompt_n"]
-            assert {(each["total"], each["cache"]) for each in progress} == {(n, 0)}
-            done = [each["processed"] for each in progress]
+            assert {(step["total"], step["cache"]) for step in progress} == {(n, 0)}
+            done = [step["processed"] for step in progress]
             assert done == sorted(done)
             assert (done[0], len(done)) == (0, -(-n // 32))
             assert n - 32 <= done[-1] < n

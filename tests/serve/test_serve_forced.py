@@ -17,8 +17,8 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.tools import Choice
 from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import GEMMA, HARMONY, HERMES, LLAMA
-from tests.engine.running import open_engine
-from tests.serve.asking import check_tools
+from tests.engine.exact_engines import open_engine
+from tests.serve.http_requests import check_tools
 from tests.serve.test_serve_calls import each_format, parsed
 from tests.serve.test_serve_tools import TOOLS, tool
 from tests.serve.written_calls import NOW, TRICKY, ZURICH
@@ -41,7 +41,7 @@ def forced(engine, format, tools, choice=None):
     return call_rules(engine, format).call(tools, choice and choice.name)
 
 
-def written(engine, rules, next_logits, n=900):
+def generate_text(engine, rules, next_logits, n=900):
     """Return a text sampled under rules.
 
     next_logits: function of the bytes of the text so far. Returns 256 logits, one for each next byte.
@@ -65,19 +65,19 @@ def written(engine, rules, next_logits, n=900):
 def dictates(text):
     """Return a `next_logits` that strongly prefers the text `text`, and then an end of the turn."""
 
-    wanted = text.encode()
+    dictated = text.encode()
 
     def next_logits(so_far):
-        logits = np.full(256, -90 if so_far == wanted else 0, np.float32)
-        if wanted.startswith(so_far) and so_far != wanted:
-            logits[wanted[len(so_far)]] = 60
+        logits = np.full(256, -90 if so_far == dictated else 0, np.float32)
+        if dictated.startswith(so_far) and so_far != dictated:
+            logits[dictated[len(so_far)]] = 60
         return logits
 
     return next_logits
 
 
 def wanders(seed, *ends):
-    """Return `next_logits` for `written`. Logits are random, and higher for the bytes of the texts `ends`."""
+    """Return `next_logits` for `generate_text`. Random logits, higher for bytes of the texts `ends`."""
     rng = np.random.default_rng(seed)
 
     def next_logits(so_far):
@@ -98,9 +98,9 @@ def test_forced_reply_is_one_call_that_fits_its_schema(engine, format):
         rules = forced(engine, format, TOOLS)
         parameters = format.parameters
         ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
-        text = written(engine, rules, wanders(seed, *ends, '"'))
+        text = generate_text(engine, rules, wanders(seed, *ends, '"'))
         ((name, arguments),) = parsed(format, text)
-        schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
+        schema = next(tool for tool in TOOLS if tool["function"]["name"] == name)["function"]["parameters"]
         jsonschema.validate(arguments, schema | {"additionalProperties": False})
         names.add(name)
     assert len(names) >= 2
@@ -113,7 +113,7 @@ def test_calls_in_the_models_format_fit_the_grammar(engine, format):
     nothing = ("make-note", {"city": True, "from": None})
     for call in (ZURICH, TRICKY, NOW, note, nothing, ("make-note", {"city": True})):
         text = format.written([call])
-        assert written(engine, rules, dictates(text)) == text
+        assert generate_text(engine, rules, dictates(text)) == text
         assert parsed(format, text) == [call]
 
 
@@ -131,13 +131,13 @@ def test_calls_that_violate_a_schema_or_choice_do_not_fit_the_grammar(engine, fo
     ]
     for call in wrong:
         text = format.written([call])
-        assert not written(engine, rules, dictates(text), len(text.encode())).startswith(text), call
+        assert not generate_text(engine, rules, dictates(text), len(text.encode())).startswith(text), call
     # if the choice names a tool, calls of different tools are not allowed
     rules = forced(engine, format, TOOLS, Choice("required", "make-note"))
     text = format.written([NOW])
-    assert not written(engine, rules, dictates(text), len(text)).startswith(text)
+    assert not generate_text(engine, rules, dictates(text), len(text)).startswith(text)
     text = format.written([("make-note", {"city": True})])
-    assert written(engine, rules, dictates(text)) == text
+    assert generate_text(engine, rules, dictates(text)) == text
 
 
 AWKWARD = {
@@ -215,9 +215,9 @@ def test_difficult_schemas_are_forced_in_the_models_or_hermes_format(engine, for
     call = ("f", AWKWARD[what][1])
     has_place = what in HAS_PLACE and (format is not GEMMA or what in GEMMA_HAS_PLACE)
     texts = {each.written([call]) for each in ((format,) if has_place else (format, HERMES))}
-    assert texts & {written(engine, rules, dictates(text)) for text in texts}
+    assert texts & {generate_text(engine, rules, dictates(text)) for text in texts}
     for text in texts:
-        if written(engine, rules, dictates(text)) == text:
+        if generate_text(engine, rules, dictates(text)) == text:
             assert parsed(format, text, tools) == [call]
 
 
@@ -240,7 +240,7 @@ def test_difficult_schemas_exclude_invalid_values(engine, format, what, value):
     rules = forced(engine, format, check_tools([tool("f", schema_of(what))]))
     for each in (format, HERMES):
         text = each.written([("f", {"x": value})])
-        assert not written(engine, rules, dictates(text), len(text)).startswith(text)
+        assert not generate_text(engine, rules, dictates(text), len(text)).startswith(text)
 
 
 @each_format
@@ -270,9 +270,12 @@ def test_too_deep_schema_is_an_error_only_for_a_strict_tool(engine, format):
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
     schema = {"properties": {"x": schema}}
-    shown = format if format.parameters is None else HERMES
-    call = shown.written([("f", {})])
-    assert written(engine, forced(engine, format, check_tools([tool("f", schema)])), dictates(call)) == call
+    shown_format = format if format.parameters is None else HERMES
+    call = shown_format.written([("f", {})])
+    assert (
+        generate_text(engine, forced(engine, format, check_tools([tool("f", schema)])), dictates(call))
+        == call
+    )
     with pytest.raises(ApiError, match="nested too deeply"):
         forced(engine, format, check_tools([tool("f", schema, strict=True)]))
 
@@ -284,10 +287,10 @@ def test_call_or_answer_grammar_accepts_both(engine, format):
     for call in (ZURICH, TRICKY, NOW):
         text = format.written([call])
         text = f"<|python_tag|>{text}" if format is LLAMA else text
-        assert written(engine, rules, dictates(text)) == text
+        assert generate_text(engine, rules, dictates(text)) == text
         assert parsed(format, text) == [call]
     for text in ('{"city": "Nice"}', "{}"):
-        assert written(engine, rules, dictates(text)) == text
+        assert generate_text(engine, rules, dictates(text)) == text
 
 
 def begun(engine, format, tools=TOOLS, *, one_call=False):
@@ -314,20 +317,20 @@ def with_tag(format, text):
 def test_begun_call_fits_its_schema_and_other_text_is_free(engine, format):
     rules = begun(engine, format)
     for text in ("No call.", 'A tag <tool> {"city": 1} [x], to=f', "<think>\n</think>"):
-        assert written(engine, rules, dictates(text)) == text
+        assert generate_text(engine, rules, dictates(text)) == text
     calls = [TRICKY] if format is HARMONY else [TRICKY, NOW]
     text = f"I look.\n{with_tag(format, format.written(calls))}"
-    assert written(engine, rules, dictates(text)) == text
+    assert generate_text(engine, rules, dictates(text)) == text
     (opening,) = rules.triggers
     parameters, names = format.parameters, set()
     ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
     for seed in range(6):
-        text = written(
+        text = generate_text(
             engine, rules, begins(f"So: {opening}", wanders(seed, *ends, '"', format.close or ">"))
         )
         (first, *_), (name, arguments), *_ = parsed(format, text)
         assert (first, text[:4]) == ("S", "So: ")
-        schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
+        schema = next(tool for tool in TOOLS if tool["function"]["name"] == name)["function"]["parameters"]
         jsonschema.validate(arguments, schema | {"additionalProperties": False})
         names.add(name)
     assert len(names) >= 2
@@ -337,7 +340,7 @@ def test_begun_call_fits_its_schema_and_other_text_is_free(engine, format):
 def test_text_after_a_begun_call_is_free(engine, format):
     if format is not HARMONY:
         text = f"{with_tag(format, format.written([ZURICH]))} Done, {{}} and no more."
-        assert written(engine, begun(engine, format), dictates(text)) == text
+        assert generate_text(engine, begun(engine, format), dictates(text)) == text
 
 
 def calls_in(format, text):
@@ -350,7 +353,7 @@ def test_list_of_calls_has_one_call_if_only_one_is_allowed(engine, format):
     if format.close:
         text = format.written([NOW, NOW])
         for rules, n in ((begun(engine, format), 2), (begun(engine, format, one_call=True), 1)):
-            assert calls_in(format, written(engine, rules, dictates(text))) == [NOW] * n
+            assert calls_in(format, generate_text(engine, rules, dictates(text))) == [NOW] * n
 
 
 def test_call_of_a_strict_tool_is_enforced_as_far_as_possible(engine):
@@ -361,9 +364,9 @@ def test_call_of_a_strict_tool_is_enforced_as_far_as_possible(engine):
     }
     rules = begun(engine, HERMES, check_tools([tool("f", schema, strict=True)]))
     call = HERMES.written([("f", {"x": "no"})])
-    assert written(engine, rules, dictates(call)) == call
+    assert generate_text(engine, rules, dictates(call)) == call
     # after the brace that opens the arguments, only "x" may follow
-    text = written(engine, rules, begins(call.partition('"x"')[0], dictates('"y": 1}')), n=len(call))
+    text = generate_text(engine, rules, begins(call.partition('"x"')[0], dictates('"y": 1}')), n=len(call))
     assert text.partition('"arguments": {')[2].lstrip().startswith('"x"')
 
 

@@ -23,9 +23,9 @@ from kvtool.serve.http.app import Site
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.http.metrics import Counts
 from kvtool.serve.queue import JobQueue
-from tests.cli.called import called
-from tests.serve.asking import message
-from tests.serve.here import send
+from tests.cli.in_process_command import run_kvtool
+from tests.serve.http_requests import message
+from tests.serve.in_process_server import send
 
 BODY = json.dumps({"messages": [message("user", "Hi.")], "max_tokens": 4}).encode()
 OBSIDIAN = "app://obsidian.md"
@@ -61,22 +61,22 @@ def test_encoded_body_is_refused():
     ids=["broken", "empty", "blank", "not UTF-8", "digits", "NaN", "infinity", "deep"],
 )
 def test_unparsable_body_is_refused_with_the_reason(body, words):
-    status, said, _ = post(body)
+    status, message, _ = post(body)
     assert status == 400
-    assert words in said
+    assert words in message
 
 
 def test_body_may_not_exceed_the_limit():
     assert post(BODY, limits=Limits(max_bytes=len(BODY)))[0] == 200
     limits = Limits(max_bytes=len(BODY) - 1)
-    refused = (413, f"the body has more than {len(BODY) - 1} bytes")
-    assert post(BODY, limits=limits)[:2] == refused
+    refusal = (413, f"the body has more than {len(BODY) - 1} bytes")
+    assert post(BODY, limits=limits)[:2] == refusal
 
     async def parts():
         yield BODY
 
     # the body is sent in chunks, without its length
-    assert post(parts(), limits=limits)[:2] == refused
+    assert post(parts(), limits=limits)[:2] == refusal
 
 
 def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch):
@@ -95,7 +95,7 @@ def test_long_bodies_and_texts_are_processed_outside_the_event_loop(monkeypatch)
     assert post(b" " * 2**17 + BODY)[0] == 200
     assert [thread(), thread()] == [False, False]
     model = SimpleNamespace(
-        tokenize=lambda *text, **how: threads.append(threading.current_thread()) or np.array([1, 2]),
+        tokenize=lambda *text, **options: threads.append(threading.current_thread()) or np.array([1, 2]),
         piece=lambda token, special: threads.append(threading.current_thread()) or b"a",
         n_vocab=8,
     )
@@ -201,31 +201,36 @@ def test_servers_own_page_may_ask_under_each_name_of_the_machine():
             assert answer.status_code == (200 if may else 403)
 
 
-OWN = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
 
 
 @pytest.mark.parametrize(
-    ("value", "is_local", "accepted", "refused"),
+    ("value", "is_local", "accepted", "refused_hosts"),
     [
-        ("127.0.0.1", True, OWN, ("gpu.lan", "gpu", "gpu.local")),
-        ("0.0.0.0", False, (*OWN, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "gpu.evil")),
-        ("Kvtool", False, (*OWN, "kvtool", "gpu"), ("kvtool.local",)),
+        ("127.0.0.1", True, LOCAL_HOSTS, ("gpu.lan", "gpu", "gpu.local")),
+        (
+            "0.0.0.0",
+            False,
+            (*LOCAL_HOSTS, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"),
+            ("lan", "gpu.evil"),
+        ),
+        ("Kvtool", False, (*LOCAL_HOSTS, "kvtool", "gpu"), ("kvtool.local",)),
     ],
 )
-def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused, monkeypatch):
+def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, refused_hosts, monkeypatch):
     """A web page whose name resolves to this machine (DNS rebinding) sends its name as Host and Origin."""
     monkeypatch.setattr(gate.socket, "gethostname", lambda: "Gpu.lan")
     limits = Limits(names=gate.own_names(value, is_local=is_local))
 
-    def asked(host, limits):
+    def get_models(host, limits):
         headers = {"Host": f"{host}:8080", "Origin": f"http://{host}:8080"}
         return send("/v1/models", headers=headers, limits=limits)
 
     for host in accepted:
-        assert asked(host, limits).status_code == 200, host
+        assert get_models(host, limits).status_code == 200, host
     wrong = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[bad", "")
-    for host in (*refused, *wrong):
-        answer = asked(host, limits)
+    for host in (*refused_hosts, *wrong):
+        answer = get_models(host, limits)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host"), host
         words = f"this server does not answer as {host}:8080; use its IP address, or --api-key-file"
         assert answer.json()["error"]["message"] == words
@@ -242,28 +247,28 @@ def test_serve_limits_host_names_unless_it_has_a_key(chat_model, monkeypatch, tm
             raise LibraryError("it does not run")
 
         monkeypatch.setattr(server, "serve", serve)
-        called("serve", "-m", chat_model, "--port", "0", *options)
+        run_kvtool("serve", "-m", chat_model, "--port", "0", *options)
         return limits[0].names
 
     keys = tmp_path / "keys.txt"
     keys.write_text("secret\n")
-    own = gate.own_names("0.0.0.0", is_local=False)
+    host_names = gate.own_names("0.0.0.0", is_local=False)
     assert names() == names("--host", "127.0.0.1") == {"localhost", "127.0.0.1"}
-    assert socket.gethostname().lower() in names("--host", "0.0.0.0") == own
+    assert socket.gethostname().lower() in names("--host", "0.0.0.0") == host_names
     assert names("--api-key-file", keys) == names("--host", "0.0.0.0", "--api-key-file", keys) is None
 
 
 def test_api_key_file_without_a_key_is_refused(tmp_path):
     keys = tmp_path / "keys.txt"
     keys.write_text("# none yet\n")
-    done = called("serve", "--api-key-file", keys)
+    done = run_kvtool("serve", "--api-key-file", keys)
     assert done.returncode == 2
     assert done.stderr == f"kvtool: --api-key-file: {keys} has no API key; write one key per line\n"
 
 
 def test_allow_origin_refuses_values_that_no_browser_sends():
     for origin in ("obsidian.md", "https://example.com/", "https://example.com/chat", ""):
-        done = called("serve", "--allow-origin", origin)
+        done = run_kvtool("serve", "--allow-origin", origin)
         assert done.returncode == 2
         assert "--allow-origin must be like https://example.com, without a path, or *" in done.stderr
 
@@ -280,8 +285,8 @@ def test_each_request_is_one_line_in_the_log():
     lines = []
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 10\.0\.0\.7"
 
-    def last(*what, **how):
-        send(*what, log=lines.append, **how)
+    def last(*what, **options):
+        send(*what, log=lines.append, **options)
         return lines.pop()
 
     assert re.fullmatch(rf"{when} GET /v1/models 200 \d+ ms", last("/v1/models"))
@@ -295,8 +300,8 @@ def test_each_request_is_one_line_in_the_log():
     assert re.fullmatch(
         rf"{when} POST /v1/messages 400 \d+ ms: messages .*", last("/v1/messages", "POST", content=b"{}")
     )
-    refused = rf"{when} GET /v1/models 401 \d+ ms: the API key is wrong or missing"
-    assert re.fullmatch(refused, last("/v1/models", limits=Limits(("key",))))
+    refused_line = rf"{when} GET /v1/models 401 \d+ ms: the API key is wrong or missing"
+    assert re.fullmatch(refused_line, last("/v1/models", limits=Limits(("key",))))
     asks = {"Origin": OBSIDIAN, "Access-Control-Request-Method": "POST"}
     assert re.fullmatch(
         rf"{when} OPTIONS /v1/models 403 \d+ ms: pages of {OBSIDIAN} are refused; .*",
@@ -313,9 +318,9 @@ def test_each_request_is_one_line_in_the_log():
 def test_garbage_is_not_collected_while_a_body_is_parsed(monkeypatch, body):
     states, loads = [], json.loads
 
-    def spy(*args, **how):
+    def spy(*args, **options):
         states.append(gc.isenabled())
-        return loads(*args, **how)
+        return loads(*args, **options)
 
     monkeypatch.setattr(json, "loads", spy)
     with nullcontext() if body == b"[[]]" else pytest.raises(ApiError):

@@ -13,9 +13,9 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.tools.prompt import for_template
 from tests import tiny
-from tests.chats import published
-from tests.chats.published import needs_published
-from tests.serve.answered import answering
+from tests.chats import published_templates
+from tests.chats.published_templates import needs_published
+from tests.serve.slot_requests import dictated_slot
 
 pytestmark = needs_published
 
@@ -34,7 +34,7 @@ USER = {"role": "user", "content": "Look around."}
 
 @pytest.fixture(scope="module")
 def source():
-    return published.templates()["openai-gpt-oss-120b"]
+    return published_templates.templates()["openai-gpt-oss-120b"]
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +72,11 @@ def test_template_gets_one_call_with_its_thought_or_text(source):
     reply = {"role": "assistant", "content": "I look.", "tool_calls": calls}
     results = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"Wall {n}."} for n in range(2)]
     template = Template(source, "", "")
-    for thought, shown in (({}, "I look."), ({"reasoning_content": "Hm."}, "Hm.")):
+    for thought, expected in (({}, "I look."), ({"reasoning_content": "Hm."}, "Hm.")):
         text = template.render(for_template([USER, reply | thought, *results], template))
         text = text.partition("Look around.")[2]
         assert text == (
-            f"{NEXT}{THOUGHT}{shown}"
+            f"{NEXT}{THOUGHT}{expected}"
             f'{NEXT} to=functions.look<|channel|>commentary json<|message|>{{"at": 0}}<|call|>'
             '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"Wall 0."'
             f'{NEXT} to=functions.look<|channel|>commentary json<|message|>{{"at": 1}}<|call|>'
@@ -89,7 +89,7 @@ def test_template_gets_one_call_with_its_thought_or_text(source):
 @pytest.mark.parametrize("policy", ["full", "recall"])
 @pytest.mark.parametrize("sends", [True, False], ids=["sends thoughts", "keeps thoughts"])
 def test_engine_reads_only_the_result_after_a_call(model, source, tmp_path, policy, sends):
-    with answering(model, source, tmp_path, policy, budget=1024) as serve:
+    with dictated_slot(model, source, tmp_path, policy, budget=1024) as serve:
         messages, read, n_read = [USER], "", 0
         for thought in ("First I look.", "Once more."):
             end = serve(messages, f"{THOUGHT}{thought}{NEXT}{CALL}", tools=[LOOK])
@@ -113,7 +113,7 @@ def test_engine_reads_only_the_result_after_a_call(model, source, tmp_path, poli
 
 @pytest.mark.engine
 def test_forced_call_follows_the_thought(model, source, tmp_path):
-    with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
+    with dictated_slot(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
         n_thoughts = 0
         for seed in range(8):
             more = {"tools": [LOOK], "tool_choice": "required", "thinking_budget": 6}
@@ -128,7 +128,7 @@ def test_forced_call_follows_the_thought(model, source, tmp_path):
 
 @pytest.mark.engine
 def test_reply_with_a_schema_is_an_answer_in_json_or_a_call(model, source, tmp_path):
-    with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
+    with dictated_slot(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
         n_calls = n_answers = 0
         for seed in range(24):
             more = {"tools": [LOOK], "thinking_budget": 6} | IN_JSON
@@ -147,9 +147,9 @@ def test_reply_with_a_schema_is_an_answer_in_json_or_a_call(model, source, tmp_p
 @pytest.mark.engine
 def test_call_that_the_model_begins_fits_its_schema(model, source, tmp_path):
     opening = f"{THOUGHT}Hm.{NEXT}{CALL.partition('look')[0]}"
-    with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
+    with dictated_slot(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
         for seed in range(6):
-            message = answer([USER], opening, goes_on=True, seed=seed, tools=[LOOK])["message"]
+            message = answer([USER], opening, continues=True, seed=seed, tools=[LOOK])["message"]
             (call,) = message["tool_calls"]
             assert json.loads(call["function"]["arguments"])["at"] in ("the door", "a wall")
             assert message["reasoning_content"] == "Hm."

@@ -8,10 +8,10 @@ import re
 import httpx2 as httpx
 import pytest
 
-from tests.held import PATIENCE_S
-from tests.serve.asking import events_of, message
-from tests.serve.late import anthropic, openai
-from tests.serve.serving import serving
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.client_packages import anthropic, openai
+from tests.serve.http_requests import events_of, message
+from tests.serve.subprocess_server import start_server
 
 SYSTEM = [{"type": "text", "text": "You are helpful."}, {"type": "text", "text": "Be brief."}]
 HEADER = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.d2e; cch=0f1e2;"}
@@ -30,7 +30,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def server(smol):
-    with serving(smol, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
+    with start_server(smol, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
         yield server
 
 
@@ -67,9 +67,9 @@ def test_messages_answer_has_text_usage_and_stats(client):
     assert (stats["tokens"], stats["budget"]) == (usage.input_tokens + 6, 1024)
     # if a client marks a prefix for caching, cache_creation_input_tokens includes the tokens that were read
     marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
-    again = ask(client, [message("user", "Name a river.")], system=marked).usage
-    assert again.input_tokens == 0
-    assert again.cache_creation_input_tokens > 10
+    second_usage = ask(client, [message("user", "Name a river.")], system=marked).usage
+    assert second_usage.input_tokens == 0
+    assert second_usage.cache_creation_input_tokens > 10
 
 
 def test_stream_has_the_text_and_usage_of_the_whole_answer(server, client):
@@ -82,7 +82,7 @@ def test_stream_has_the_text_and_usage_of_the_whole_answer(server, client):
     assert len(texts) > 3
     assert "".join(texts) == final.content[0].text == whole.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
-    sent = httpx.post(f"{server.url}/v1/messages?beta=true", json=body | {"stream": True}, timeout=PATIENCE_S)
+    sent = httpx.post(f"{server.url}/v1/messages?beta=true", json=body | {"stream": True}, timeout=TIMEOUT_S)
     # on a slow machine, pings come between the events
     events = [event for event in events_of(sent.text) if event["type"] != "ping"]
     kinds = " ".join(event["type"] for event in events)
@@ -210,13 +210,13 @@ def test_call_in_a_code_block_is_a_call_in_each_api(client, openai_client):
     # this reply consists only of a call
     tool = {"type": "function", **FUNCTION["function"]}
     bare = dictated('{"name": "weather", "arguments": {"city": "Oslo"}}')
-    how = {"model": "x", "input": "And there?", "extra_body": bare}
-    (item,) = openai_client.responses.create(tools=[tool], **how).output
+    options = {"model": "x", "input": "And there?", "extra_body": bare}
+    (item,) = openai_client.responses.create(tools=[tool], **options).output
     assert (item.type, item.name) == ("function_call", "weather")
     assert json.loads(item.arguments) == {"city": "Oslo"}
     # the same reply is text if no tool may be called
     for more in ({"tool_choice": "none", "tools": [tool]}, {}):
-        whole = json.loads(openai_client.responses.create(**how, **more).output_text)
+        whole = json.loads(openai_client.responses.create(**options, **more).output_text)
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
 
 

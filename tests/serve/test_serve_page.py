@@ -21,8 +21,8 @@ import pytest
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
 from kvtool.serve.queue import Job
-from tests.held import PATIENCE_S
-from tests.serve.here import send
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.in_process_server import send
 
 WEB = Path(__file__).parents[2] / "kvtool" / "serve" / "http" / "web"
 
@@ -124,7 +124,7 @@ def test_stream_sends_pings_while_a_long_prompt_is_read(monkeypatch):
         await reading
         return events
 
-    *pings, event = asyncio.run(asyncio.wait_for(sent_events(), PATIENCE_S))
+    *pings, event = asyncio.run(asyncio.wait_for(sent_events(), TIMEOUT_S))
     assert len(pings) >= 2
     assert set(pings) == {None}
     assert event == {"kind": "piece", "text": "a"}
@@ -141,7 +141,7 @@ console.log(JSON.stringify(texts.map((text) => elements(text).map(plain))));
 """
 
 
-def shown(*texts):
+def page_texts(*texts):
     """Return the elements of each text. An element is a list of its tag and its contents."""
     script = (WEB / "markdown.js").read_text(encoding="utf-8") + STAND_IN
     done = subprocess.run(
@@ -150,7 +150,7 @@ def shown(*texts):
         capture_output=True,
         encoding="utf-8",
         check=False,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -196,7 +196,7 @@ CASES = {
 
 @node
 def test_markdown_becomes_elements_and_html_stays_text():
-    assert dict(zip(CASES, shown(*CASES), strict=True)) == CASES
+    assert dict(zip(CASES, page_texts(*CASES), strict=True)) == CASES
 
 
 @node
@@ -223,7 +223,7 @@ def test_markdown_renderer_handles_any_text():
     texts = ["".join(rng.choices(signs, k=60)) for _ in range(3000)]
     texts += [sign * 20_000 for sign in signs] + [f"{sign}a " * 20_000 for sign in signs]
     texts += ["- a" + "\n" * 20_000 + "b", "> " * 5000 + "a", "\n".join("  " * n + "- a" for n in range(500))]
-    elements = shown(*texts)
+    elements = page_texts(*texts)
     letters = [(text, json.dumps(each)) for text, each in zip(texts, elements, strict=True)]
     # the page must show every \u4e16 of a text
     assert [text for text, each in letters if text.count("\u4e16") > each.count("\\u4e16")] == []

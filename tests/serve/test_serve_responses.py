@@ -8,10 +8,10 @@ import httpx2 as httpx
 
 from kvtool.serve.api.responses import ResponseBodies
 from kvtool.serve.http import app
-from tests.held import PATIENCE_S
-from tests.serve.asking import events_of
-from tests.serve.here import send
-from tests.serve.late import openai
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.client_packages import openai
+from tests.serve.http_requests import events_of
+from tests.serve.in_process_server import send
 
 
 def test_stream_repeats_in_progress_until_the_next_event(monkeypatch):
@@ -24,7 +24,7 @@ def test_stream_repeats_in_progress_until_the_next_event(monkeypatch):
     def wait_for_pings():
         # two, because the first may have begun before this call
         for _ in range(2):
-            assert pings.acquire(timeout=PATIENCE_S)
+            assert pings.acquire(timeout=TIMEOUT_S)
 
     def engine(job):
         wait_for_pings()

@@ -14,8 +14,8 @@ from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
 from kvtool.serve.api.completions import server_event
 from tests import tiny
-from tests.serve.asking import message, pieces_of
-from tests.serve.here import here
+from tests.serve.http_requests import message, pieces_of
+from tests.serve.in_process_server import serve_in_process
 
 TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell rings for it. " * 4]
 """Tokens of a text, with the vocabulary of tests/tiny.py."""
@@ -37,7 +37,7 @@ def test_scores_of_a_prompt_equal_those_of_perplexity(chat_model, policy):
     options = {"policy": policy} | ({} if policy == "full" else {"budget": "64"})
     with open_run(ScoreOptions(model=str(chat_model), threads=1, **options)) as opened:
         nll = perplexity.stream(opened.engine, np.array(TOKENS, np.int32))
-    with here(chat_model, **options) as server:
+    with serve_in_process(chat_model, **options) as server:
         # the second answer must not depend on the first request
         for _ in range(2):
             scores = scored(server, [TOKENS], max_tokens=0)["logprobs"]
@@ -49,7 +49,7 @@ def test_scores_of_a_prompt_equal_those_of_perplexity(chat_model, policy):
 
 
 def test_top_logprobs_of_a_prompt_include_the_token_itself(chat_model):
-    with here(chat_model, policy="full") as server:
+    with serve_in_process(chat_model, policy="full") as server:
         scores = scored(server, TOKENS, logprobs=0)["logprobs"]
         assert scores["top_logprobs"][0] is None
         pairs = zip(scores["tokens"][1:], scores["token_logprobs"][1:], strict=True)
@@ -60,7 +60,7 @@ def test_prompt_as_text_or_tokens_has_the_same_scores_and_offsets(tmp_path):
     path = tmp_path / "bos.gguf"
     tiny.write_llama(path, add_bos=True)
     text = "Hé, a lamp."
-    with here(path, policy="full") as server:
+    with serve_in_process(path, policy="full") as server:
         tokens = server.ask("/tokenize", {"content": text}).json()["tokens"]
         of_text, of_tokens = scored(server, text), scored(server, [1, *tokens])
         stream = server.ask("/v1/completions", SCORED | {"prompt": text, "stream": True}).text
@@ -80,7 +80,7 @@ def test_prompt_as_text_or_tokens_has_the_same_scores_and_offsets(tmp_path):
 
 
 def test_tokens_that_are_not_utf_8_are_listed_by_their_bytes(chat_model):
-    with here(chat_model, policy="full") as server:
+    with serve_in_process(chat_model, policy="full") as server:
         scores = scored(server, "A \u00e9", logprobs=20)["logprobs"]
     assert scores["tokens"][:4] == ["A", " ", r"bytes:\xc3", r"bytes:\xa9"]
     for token, top in zip(scores["tokens"][1:], scores["top_logprobs"][1:], strict=True):
@@ -91,7 +91,7 @@ def test_tokens_that_are_not_utf_8_are_listed_by_their_bytes(chat_model):
 def test_end_token_is_listed_after_a_scored_prompt(chat_model):
     # clients that score a prompt drop the last entry of each list, so the lists must not end with a token of
     # the prompt
-    with here(chat_model, policy="full") as server:
+    with serve_in_process(chat_model, policy="full") as server:
         choice = scored(server, TOKENS[:9], logit_bias={"2": 100})
         assert choice["finish_reason"] == "stop"
         assert choice["text"] == "A lamp is"
@@ -109,7 +109,7 @@ def test_prompts_that_cannot_be_scored_get_one_line(chat_model):
             "prompt": [70] * 512
         },
     }
-    with here(chat_model, policy="full") as server:
+    with serve_in_process(chat_model, policy="full") as server:
         for words, fields in wrong.items():
             answer = server.ask("/v1/completions", SCORED | {"prompt": "A lamp"} | fields)
             assert answer.status_code == 400
@@ -123,7 +123,7 @@ def test_logits_that_are_not_finite_give_status_500(chat_model, monkeypatch):
 
     scores = {"prompt": TOKENS, "echo": True, "logprobs": 1, "max_tokens": 0}
     chat = {"messages": [message("user", "Hi.")], "max_tokens": 2}
-    with here(chat_model, policy="full") as server:
+    with serve_in_process(chat_model, policy="full") as server:
         nan = np.full((len(TOKENS), server.pool.slots[0].model.n_vocab), np.nan, np.float32)
         monkeypatch.setattr(Context, "logits", lambda context: nan)
         monkeypatch.setattr(Sampler, "sample", broken)

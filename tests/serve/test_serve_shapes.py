@@ -12,7 +12,7 @@ from kvtool.llama.sampling import Sampling
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields
 from kvtool.serve.api.output_format import OutputFormat, check
-from tests.serve.answered import answering
+from tests.serve.slot_requests import dictated_slot
 from tests.serve.test_serve_tools import tool
 
 
@@ -126,7 +126,7 @@ USER = [{"role": "user", "content": "Hello"}]
 @pytest.fixture(scope="module")
 def ask(model, tmp_path_factory):
     """ask(**fields): the last event of an answer that the model samples."""
-    with answering(
+    with dictated_slot(
         model, CHAT, tmp_path_factory.mktemp("chats"), sampling=Sampling(temp=1.0), n_max=900
     ) as answer:
         yield lambda seed=1, **more: answer(USER, seed=seed, **({"max_tokens": 900} | more))
@@ -232,7 +232,9 @@ def test_required_call_fits_one_of_many_tools(ask):
         (call,) = end["message"]["tool_calls"]
         assert end["message"]["content"] == ""
         name = call["function"]["name"]
-        (schema,) = [each["function"]["parameters"] for each in PATTERNS if each["function"]["name"] == name]
+        (schema,) = [
+            pattern["function"]["parameters"] for pattern in PATTERNS if pattern["function"]["name"] == name
+        ]
         jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
         names.add(name)
     assert len(names) > 3
@@ -307,7 +309,7 @@ THINKING = {
 @pytest.mark.parametrize("kind", THINKING)
 def test_thinking_model_returns_json_content_and_a_separate_thought(model, tmp_path, kind):
     n_thoughts = 0
-    with answering(model, THINKING[kind], tmp_path, sampling=Sampling(temp=1.0)) as answer:
+    with dictated_slot(model, THINKING[kind], tmp_path, sampling=Sampling(temp=1.0)) as answer:
         for seed in range(8):
             shape = {"response_format": of_schema(CITY, strict=True), "thinking_budget": seed % 10 + 1}
             end = answer(USER, seed=seed, **shape, max_tokens=400)
@@ -326,7 +328,7 @@ def test_thinking_model_returns_json_content_and_a_separate_thought(model, tmp_p
 @pytest.mark.engine
 def test_required_call_follows_the_thought(model, tmp_path):
     source = THINKING["the header opens the thought"]
-    with answering(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
+    with dictated_slot(model, source, tmp_path, sampling=Sampling(temp=1.0)) as answer:
         for seed in range(8):
             more = {"tools": [tool("weather", CITY)], "tool_choice": "required", "thinking_budget": 6}
             end = answer(USER, seed=seed, **more, max_tokens=400)

@@ -28,10 +28,10 @@ from kvtool.serve.queue import JobQueue
 from kvtool.serve.rendering import Renderings
 from kvtool.serve.store.chats import ChatStore
 from kvtool.serve.store.resumer import Resumer
-from tests.held import PATIENCE_S, until
-from tests.serve.answered import slot_of
-from tests.serve.asking import ask, connected, message
-from tests.serve.serving import serving
+from tests.blocking_policy import TIMEOUT_S, until
+from tests.serve.http_requests import ask, message, open_connection
+from tests.serve.slot_requests import slot_of
+from tests.serve.subprocess_server import start_server
 
 RECALL = ["search=all"]
 """With this option, recall's replies do not depend on how a prompt was divided into steps."""
@@ -39,13 +39,13 @@ RECALL = ["search=all"]
 NUMBER = itertools.count()
 
 
-class Asked:
+class FakeJob:
     """A stand-in for the job that the HTTP side puts into the queue for a request.
 
-    seen: function that the computing slot calls with the kind of each event.
+    on_event: function that the computing slot calls with the kind of each event.
     """
 
-    def __init__(self, messages, n_max=40, seen=lambda kind: None, **more):
+    def __init__(self, messages, n_max=40, on_event=lambda kind: None, **more):
         body = {
             "messages": messages,
             "max_tokens": n_max,
@@ -56,11 +56,11 @@ class Asked:
         self.request = requests.check_chat(requests.as_chat(body), Defaults())
         self.client = str(next(NUMBER))
         self.prompt_counts, self.end, self.is_cancelled = None, None, False
-        self.events, self._seen, self._is_over = [], seen, threading.Event()
+        self.events, self._on_event, self._is_over = [], on_event, threading.Event()
 
     def emit(self, event):
         self.events.append(event)
-        self._seen(event["kind"])
+        self._on_event(event["kind"])
         if event["kind"] in ("end", "error"):
             self._is_over.set()
 
@@ -73,7 +73,7 @@ class Asked:
 
     @property
     def last(self):
-        assert self._is_over.wait(PATIENCE_S)
+        assert self._is_over.wait(TIMEOUT_S)
         return self.events[-1]
 
     @property
@@ -106,7 +106,7 @@ class Serving:
         self.slots_made = self.pool.slots
 
     def put(self, *arguments, **more):
-        job = Asked(*arguments, **more)
+        job = FakeJob(*arguments, **more)
         self.jobs.put(job)
         return job
 
@@ -116,17 +116,17 @@ class Serving:
 
 
 @contextmanager
-def served(path, policy, folder, **how):
+def served(path, policy, folder, **options):
     with ExitStack() as stack:
         model = stack.enter_context(closing(Model(path)))
-        server = Serving(stack, model, policy, folder, **how)
+        server = Serving(stack, model, policy, folder, **options)
         thread = threading.Thread(target=server.pool.run, args=(server.jobs,))
         thread.start()
         try:
             yield server
         finally:
             server.jobs.close()
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()
 
 
@@ -178,11 +178,11 @@ def passes_lock(lock, n_left):
     return not thread.is_alive()
 
 
-@pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
+@pytest.mark.parametrize("first_s", [-1, TIMEOUT_S])
 def test_turn_of_a_slot_ends_when_its_time_is_over(monkeypatch, first_s):
     """FIRST_SLICE_S limits the first turn of a short prompt. SLICE_S limits all other turns."""
     monkeypatch.setattr(batching, "FIRST_SLICE_S", first_s)
-    monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else PATIENCE_S)
+    monkeypatch.setattr(batching, "SLICE_S", -1 if first_s > 0 else TIMEOUT_S)
 
     def ends(n_left, is_first=True):
         lock = ComputeLock()
@@ -200,25 +200,25 @@ def test_turn_of_a_slot_ends_when_its_time_is_over(monkeypatch, first_s):
 
 @pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])
 def test_concurrent_answers_equal_those_of_single_chats(talker, tmp_path, one_step, policy):
-    steps, alone, jobs = [], [], []
+    steps, single_texts, jobs = [], [], []
     with served(talker, policy, tmp_path / "alone") as server:
         for i in range(2):
-            alone.append(server.put(question(i)).text)
+            single_texts.append(server.put(question(i)).text)
     with served(talker, policy, tmp_path / "beside") as server:
 
-        def seen(kind, i=0):
+        def on_event(kind, i=0):
             steps.append(i)
             if len(jobs) == 1:
-                jobs.append(Asked(question(1), seen=partial(seen, i=1)))
+                jobs.append(FakeJob(question(1), on_event=partial(on_event, i=1)))
                 server.jobs.put(jobs[1])
             # the other slot would miss its turn if its thread were slow, so wait until it is in the queue
             if not jobs[1 - i].is_over:
                 server.wait_for_another()
 
-        jobs.append(Asked(question(0), seen=seen))
+        jobs.append(FakeJob(question(0), on_event=on_event))
         server.jobs.put(jobs[0])
         assert jobs[0].last
-        assert [job.text for job in jobs] == alone
+        assert [job.text for job in jobs] == single_texts
         assert len(server.pool.slots) == 2
     # the two answers are computed in turns
     assert len([1 for one, after in itertools.pairwise(steps) if one != after]) > 30
@@ -247,18 +247,20 @@ def test_short_prompt_is_read_before_a_long_one_that_came_first(
     # every step takes longer than this target, so the long prompt is read in steps of the smallest size
     monkeypatch.setattr(pool, "STEP_S", 1e-9)
     with served(talker, policy, tmp_path, n_batch=256) as server:
-        others, events = [], []
+        other_jobs, events = [], []
 
-        def seen(kind):
+        def on_event(kind):
             events.append(f"first: {kind}")
-            if not others:
-                others.append(server.put(question(1, 0), seen=lambda kind: events.append(f"second: {kind}")))
-            if not others[0].is_over:
+            if not other_jobs:
+                other_jobs.append(
+                    server.put(question(1, 0), on_event=lambda kind: events.append(f"second: {kind}"))
+                )
+            if not other_jobs[0].is_over:
                 server.wait_for_another()
 
-        first = server.put(question(0, 12), seen=seen)
+        first = server.put(question(0, 12), on_event=on_event)
         assert 128 < first.last["n_prompt"] < 240
-        assert others[0].text
+        assert other_jobs[0].text
         assert events.index("second: read") < events.index("first: read")
         assert all(slot.engine.chunk_size for slot in server.pool.slots)
 
@@ -267,12 +269,12 @@ def ask_both(server, one, other, n_max=40):
     """Ask `other` while the server answers `one`. Return both jobs after the end of `one`."""
     second = []
 
-    def seen(kind):
+    def on_event(kind):
         if not second:
             second.append(server.put(other))
             server.wait_for_another()
 
-    first = server.put(one, n_max, seen)
+    first = server.put(one, n_max, on_event)
     assert first.last
     return first, second[0]
 
@@ -285,14 +287,14 @@ def test_sequential_requests_use_one_engine(talker, tmp_path, one_step):
         """
         again = []
 
-        def seen(kind):
-            if gone.events[-1].get("n_read") and not again:
-                gone.cancel()
+        def on_event(kind):
+            if job.events[-1].get("n_read") and not again:
+                job.cancel()
                 again.append(server.put(chat))
                 server.wait_for_another()
 
-        gone = Asked(chat, seen=seen)
-        server.jobs.put(gone)
+        job = FakeJob(chat, on_event=on_event)
+        server.jobs.put(job)
         until(lambda: again)
         return again[0].last["n_cached"] < 32
 
@@ -331,8 +333,8 @@ def test_two_requests_of_one_chat_both_continue_it(talker, tmp_path, one_step, p
         # server stores this shorter chat again, and must also keep the longer chat.
         start = server.put(question(6))
         chat = [*question(6), message("assistant", start.text), *question(7)]
-        first, again = ask_both(server, chat, question(6), n_max=200)
-        assert again.text == start.text
+        first, second = ask_both(server, chat, question(6), n_max=200)
+        assert second.text == start.text
         after = server.put([*chat, message("assistant", first.text), *question(8)])
         assert after.last["n_cached"] >= first.last["kvtool"]["tokens"]
 
@@ -369,16 +371,16 @@ def test_error_while_choosing_a_slot_does_not_end_the_server(talker, tmp_path, o
 
 def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
     with served(talker, "h2o", tmp_path, n=3, limit=1) as server:
-        others = []
+        other_jobs = []
 
-        def seen(kind):
-            if not others:
-                others.extend(server.put(question(i)) for i in (1, 2))
+        def on_event(kind):
+            if not other_jobs:
+                other_jobs.extend(server.put(question(i)) for i in (1, 2))
                 server.wait_for_another()
 
-        first = server.put(question(0), seen=seen)
+        first = server.put(question(0), on_event=on_event)
         assert first.text
-        assert all(job.text for job in others)
+        assert all(job.text for job in other_jobs)
         assert server.pool.n_max == len(server.pool.slots) == 1
         # the queue then counts only one request as not waiting
         until(lambda: server.jobs.n_slots == 1)
@@ -389,10 +391,10 @@ def test_requests_wait_if_memory_is_too_small_for_more_slots(talker, tmp_path):
 @pytest.mark.parametrize("error", [LibraryError("a device is gone"), ZeroDivisionError()])
 def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, monkeypatch, error):
     with served(talker, "h2o", tmp_path) as server:
-        alone = server.put(question(0)).text
+        expected = server.put(question(0)).text
         bad = []
 
-        def seen(kind):
+        def on_event(kind):
             if not bad:
                 # this answer may have 400 tokens, and the other only 40, so this one ends later
                 bad.append(server.put(question(1), 400, fail))
@@ -406,7 +408,7 @@ def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, mo
         def broken(*arguments):
             raise error
 
-        assert server.put(question(0), seen=seen, n_max=40).text == alone
+        assert server.put(question(0), on_event=on_event, n_max=40).text == expected
         assert bad[0].last["kind"] == "error"
         assert bad[0].last["error"].status == 500
         monkeypatch.undo()
@@ -433,7 +435,7 @@ def test_full_queue_refuses_requests_until_one_is_cancelled(talker, tmp_path, on
 
 def running(url):
     """Return the number of requests that are being answered."""
-    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    metrics = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text
     return int(re.search(r"^kvtool_requests_running (\d+)", metrics, re.MULTILINE)[1])
 
 
@@ -443,23 +445,23 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
     # Answering `long` would take days. Reading `prompt` takes many times as long as the short request.
     long = {"messages": question(1), "max_tokens": 10**9, "logit_bias": {"2": -100}}
     prompt = {"messages": question(2, 30_000)}
-    with serving(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
-        alone = ask(server.url, **short).text
+    with start_server(talker, "--policy", policy, "--budget", "64", "--metrics") as server:
+        expected = ask(server.url, **short).text
         for body in (long, prompt):
-            with connected(server.url) as link:
+            with open_connection(server.url) as link:
                 link.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}))
                 until(lambda: running(server.url) == 1)
                 if body is long:
                     answer = link.getresponse()
                     assert answer.readline()
-                assert ask(server.url, **short).text == alone
+                assert ask(server.url, **short).text == expected
                 # just after it has answered the short request, the server may still count it
                 until(lambda: running(server.url) < 2)
                 assert running(server.url) == 1
                 if body is long:
                     assert len([answer.readline() for _ in range(99)]) == 99
             until(lambda: running(server.url) == 0)
-        props = httpx.get(f"{server.url}/props", timeout=PATIENCE_S).json()
+        props = httpx.get(f"{server.url}/props", timeout=TIMEOUT_S).json()
         assert props["total_slots"] == 2
         assert props["cache_bytes"] == 2 * ask(server.url, **short).stats["cache_bytes"]
 
@@ -467,10 +469,10 @@ def test_short_request_is_answered_during_a_long_answer_or_prompt(talker, policy
 def test_archive_is_limited_to_its_share_of_memory(talker):
     with closing(Model(talker)) as model:
         fitted = policies.fit("recall", 64, None, RECALL)
-        for n_slab, n, want in ((8, 2, 2), (8, 9, 4), (3, 2, 1)):
+        for n_slab, n, expected in ((8, 2, 2), (8, 9, 4), (3, 2, 1)):
             with closing(Engine(model, fitted, Settings(archive=1))) as engine:
                 n_bytes = n_slab * engine.context.archive.slab_bytes
             with closing(Engine(model, fitted, Settings(archive_bytes=n_bytes))) as engine:
                 archive = engine.context.archive
-                assert archive.share(n) == want
-                assert 0 <= n_bytes - want * archive.max_bytes < 2 * archive.slab_bytes
+                assert archive.share(n) == expected
+                assert 0 <= n_bytes - expected * archive.max_bytes < 2 * archive.slab_bytes

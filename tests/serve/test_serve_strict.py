@@ -11,9 +11,9 @@ import pytest
 
 from kvtool.serve.http import app
 from tests import tiny
-from tests.serve.asking import message
-from tests.serve.here import here
-from tests.serve.late import anthropic, openai
+from tests.serve.client_packages import anthropic, openai
+from tests.serve.http_requests import message
+from tests.serve.in_process_server import serve_in_process
 
 CITY = {
     "type": "object",
@@ -91,20 +91,20 @@ ANTHROPIC = {
 
 @pytest.fixture(scope="module")
 def server(talker):
-    with here(talker, policy="h2o", budget="1024") as server:
+    with serve_in_process(talker, policy="h2o", budget="1024") as server:
         yield server
 
 
-def taken(server, package, call, fields):
+def parsed_answer(server, package, call, fields):
     """Return the answer from a package's client. If it is a stream, return the list of its events."""
     kind = {openai: openai.AsyncOpenAI, anthropic: anthropic.AsyncAnthropic}[package]
     url = "http://localhost" + ("/v1" if package is openai else "")
 
-    async def answered():
-        way = httpx.ASGITransport(app.make(server.site))
-        async with httpx.AsyncClient(transport=way, base_url=url) as http:
+    async def get_answer():
+        transport = httpx.ASGITransport(app.make(server.site))
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             method = kind(
-                base_url=url, api_key="x", http_client=http, max_retries=0, _strict_response_validation=True
+                base_url=url, api_key="x", http_client=client, max_retries=0, _strict_response_validation=True
             )
             for name in call.split("."):
                 method = getattr(method, name)
@@ -113,17 +113,17 @@ def taken(server, package, call, fields):
                 answer = await answer
             return [each async for each in answer] if hasattr(answer, "__aiter__") else answer
 
-    return server.run(answered())
+    return server.run(get_answer())
 
 
 @pytest.mark.parametrize("case", OPENAI)
 def test_openai_client_accepts_the_answer(server, case):
-    assert taken(server, openai, *OPENAI[case])
+    assert parsed_answer(server, openai, *OPENAI[case])
 
 
 @pytest.mark.parametrize("case", ANTHROPIC)
 def test_anthropic_client_accepts_the_answer(server, case):
-    assert taken(server, anthropic, *ANTHROPIC[case])
+    assert parsed_answer(server, anthropic, *ANTHROPIC[case])
 
 
 LONG = CITY | {"properties": {"city": {"type": "string", "minLength": 99}}}
@@ -132,14 +132,14 @@ LONG = CITY | {"properties": {"city": {"type": "string", "minLength": 99}}}
 
 def test_clients_get_no_call_if_a_limit_cuts_it(server):
     fields = CALLS | {"tools": [{"type": "function", "function": FUNCTION | {"parameters": LONG}}]}
-    (choice,) = taken(server, openai, "chat.completions.create", fields).choices
+    (choice,) = parsed_answer(server, openai, "chat.completions.create", fields).choices
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     fields = RESPONSE_CALLS | {"tools": [NAMED | {"parameters": LONG}]}
-    response = taken(server, openai, "responses.create", fields)
+    response = parsed_answer(server, openai, "responses.create", fields)
     assert [item.type for item in response.output] == ["message"]
     assert response.incomplete_details.reason == "max_output_tokens"
     fields = MESSAGE_CALLS | {"tools": [TOOL | {"input_schema": LONG}]}
-    answer = taken(server, anthropic, "messages.create", fields)
+    answer = parsed_answer(server, anthropic, "messages.create", fields)
     assert (answer.content, answer.stop_reason) == ([], "max_tokens")
 
 
@@ -148,7 +148,7 @@ def thinker(tmp_path_factory):
     path = tmp_path_factory.mktemp("thinker") / "thinker.gguf"
     source = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
     tiny.write_llama(path, letters=True, chat_template=source, n_ctx_train=4096)
-    with here(path, policy="h2o", budget="1024") as server:
+    with serve_in_process(path, policy="h2o", budget="1024") as server:
         yield server
 
 
@@ -159,18 +159,20 @@ THOUGHT = RESPONSE | BRIEFLY | {"max_output_tokens": 40}
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
 def test_openai_client_gets_a_thought_as_an_item_before_the_message(thinker, n_most):
     fields = THOUGHT | {"max_output_tokens": n_most}
-    whole = taken(thinker, openai, "responses.create", fields)
+    whole = parsed_answer(thinker, openai, "responses.create", fields)
     thought = whole.output[0]
     assert (thought.type, len(whole.output)) == ("reasoning", 2)
-    events = taken(thinker, openai, "responses.create", fields | STREAM)
+    events = parsed_answer(thinker, openai, "responses.create", fields | STREAM)
     (text,) = thought.content
-    assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == text.text
-    done = [each.item for each in events if each.type == "response.output_item.done"]
+    assert (
+        "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == text.text
+    )
+    done = [event.item for event in events if event.type == "response.output_item.done"]
     # a stream that ends within its thought has no message
     assert [each.type for each in done] == ["reasoning", "message"][: 2 if n_most > 2 else 1]
     assert done == events[-1].response.output
     assert done[0].content == thought.content
-    assert [each.sequence_number for each in events] == [*range(len(events))]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
     # the client sends the messages back unchanged, so the cache has them
     turns = [
         message("user", "Hi."),
@@ -178,18 +180,18 @@ def test_openai_client_gets_a_thought_as_an_item_before_the_message(thinker, n_m
         message("assistant", whole.output_text),
         message("user", "?"),
     ]
-    again = taken(thinker, openai, "responses.create", THOUGHT | {"input": turns})
-    assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
+    second_response = parsed_answer(thinker, openai, "responses.create", THOUGHT | {"input": turns})
+    assert second_response.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
 
 
 def test_anthropic_client_gets_a_thought_as_a_block(thinker):
     fields = CHAT | {"max_tokens": 40, "extra_body": {"thinking_budget": 3, "grammar": 'root ::= "Yes."'}}
-    answer = taken(thinker, anthropic, "messages.create", fields)
+    answer = parsed_answer(thinker, anthropic, "messages.create", fields)
     thought, text = answer.content
     assert (thought.type, thought.signature, text.type, text.text) == ("thinking", "", "text", "Yes.")
     assert answer.stop_reason == "end_turn"
-    assert taken(thinker, anthropic, "messages.create", fields | STREAM)
-    assert taken(thinker, openai, "chat.completions.create", fields | STREAM)
+    assert parsed_answer(thinker, anthropic, "messages.create", fields | STREAM)
+    assert parsed_answer(thinker, openai, "chat.completions.create", fields | STREAM)
 
 
 @pytest.mark.parametrize("n_most", [40, 2], ids=["answered", "cut in the thought"])
@@ -198,12 +200,12 @@ def test_usage_counts_thought_tokens(thinker, n_most, more):
     n_thought = min(n_most, 3)
     fields = CHAT | BRIEFLY | {"max_tokens": n_most} | more
     fields |= {"stream_options": {"include_usage": True}} if more else {}
-    chat = taken(thinker, openai, "chat.completions.create", fields)
+    chat = parsed_answer(thinker, openai, "chat.completions.create", fields)
     usage = (chat[-1] if more else chat).usage
     assert usage.completion_tokens_details.reasoning_tokens == n_thought
     fields = THOUGHT | {"max_output_tokens": n_most} | more
-    response = taken(thinker, openai, "responses.create", fields)
+    response = parsed_answer(thinker, openai, "responses.create", fields)
     usage = (response[-1].response if more else response).usage
     assert usage.output_tokens_details.reasoning_tokens == n_thought
-    without = taken(thinker, openai, "completions.create", TEXT)
+    without = parsed_answer(thinker, openai, "completions.create", TEXT)
     assert without.usage.completion_tokens_details.reasoning_tokens == 0

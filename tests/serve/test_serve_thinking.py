@@ -19,11 +19,11 @@ from kvtool.serve.api.fields import Fields
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.rendering import Renderings
 from tests import tiny
-from tests.chats import published
-from tests.chats.published import WANT_FUNCTIONS, needs_published
-from tests.held import PATIENCE_S
-from tests.serve.answered import answering, checked
-from tests.serve.serving import ONE_THREAD, serving
+from tests.blocking_policy import TIMEOUT_S
+from tests.chats import published_templates
+from tests.chats.published_templates import WANT_FUNCTIONS, needs_published
+from tests.serve.slot_requests import check_body, dictated_slot
+from tests.serve.subprocess_server import ONE_THREAD, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +35,9 @@ SWITCHED = CHAT.replace(
     "%OPEN%",
     "<think>\n{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}",
 )
-TOLD = "{{ reasoning_effort or 'medium' }} {{ note or 'none' }}\n" + CHAT.replace("%OPEN%", "<think>\n")
+SHOWS_EFFORT = "{{ reasoning_effort or 'medium' }} {{ note or 'none' }}\n" + CHAT.replace(
+    "%OPEN%", "<think>\n"
+)
 PLAIN = CHAT.replace("%OPEN%", "")
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -43,13 +45,13 @@ USER = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def serve(model, tmp_path):
-    """serve(source, ...): open the model with this chat template. See `answering`."""
+    """serve(source, ...): open the model with this chat template. See `dictated_slot`."""
     number = itertools.count()
     with ExitStack() as stack:
 
         def start(source, policy="full"):
             folder = tmp_path / str(next(number))
-            return stack.enter_context(answering(model, source, folder, policy))
+            return stack.enter_context(dictated_slot(model, source, folder, policy))
 
         yield start
 
@@ -142,7 +144,7 @@ def test_request_overrides_the_servers_effort_and_may_lower_its_budget():
 def test_budget_of_0_turns_thinking_off_and_is_named_in_remarks(serve, fields, name):
     checked = wish(**fields)
     assert (checked.effort, checked.name, checked.budget) == ("off", name, 0)
-    (remark,) = serve(TOLD)(USER, "Hm.</think>Yes.", **fields)["kvtool"]["remarks"]
+    (remark,) = serve(SHOWS_EFFORT)(USER, "Hm.</think>Yes.", **fields)["kvtool"]["remarks"]
     assert remark.startswith(f"{name}: the model's chat template cannot switch thinking off")
 
 
@@ -180,7 +182,7 @@ def test_reply_has_no_thought_if_the_request_turns_thinking_off(serve, api, more
 
 
 @pytest.mark.parametrize(
-    ("api", "more", "shown"),
+    ("api", "more", "expected"),
     [
         ("chat", {"reasoning_effort": "low"}, "low none"),
         ("chat", {"reasoning_effort": "xhigh"}, "high none"),
@@ -190,10 +192,10 @@ def test_reply_has_no_thought_if_the_request_turns_thinking_off(serve, api, more
         ("messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "low none"),
     ],
 )
-def test_efforts_and_template_variables_reach_the_template(serve, api, more, shown):
-    serve = serve(TOLD)
+def test_efforts_and_template_variables_reach_the_template(serve, api, more, expected):
+    serve = serve(SHOWS_EFFORT)
     serve(USER, "Hm.</think>Yes.", api, **more)
-    assert serve.text.startswith(f"{shown}\n<|im_start|>")
+    assert serve.text.startswith(f"{expected}\n<|im_start|>")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,12 @@ def test_efforts_and_template_variables_reach_the_template(serve, api, more, sho
         (SWITCHED, "chat", {"reasoning_effort": "low"}, f"reasoning_effort: # {ON_FOR_LOW}"),
         (SWITCHED, "responses", {"reasoning": {"effort": "low"}}, f"reasoning.effort: # {ON_FOR_LOW}"),
         (SWITCHED, "messages", {"output_config": {"effort": "low"}}, f"output_config.effort: # {ON_FOR_LOW}"),
-        (TOLD, "messages", {"thinking": {"type": "disabled"}}, "thinking.type: # cannot switch thinking off"),
+        (
+            SHOWS_EFFORT,
+            "messages",
+            {"thinking": {"type": "disabled"}},
+            "thinking.type: # cannot switch thinking off",
+        ),
         (PLAIN, "chat", {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: # does not read it"),
     ],
 )
@@ -235,9 +242,9 @@ def test_variables_with_which_the_template_fails_are_refused(serve):
 def test_chat_continues_from_the_cache_if_effort_changes_only_the_header(serve, policy):
     serve = serve(SWITCHED, policy)
     chat, n_before = [*USER], 0
-    for turn, off in enumerate((True, False, True)):
-        more = {"chat_template_kwargs": {"enable_thinking": False}} if off else {}
-        end = serve(chat, f"It is {turn}." if off else f"</think>It is {turn}.", **more)
+    for turn, is_off in enumerate((True, False, True)):
+        more = {"chat_template_kwargs": {"enable_thinking": False}} if is_off else {}
+        end = serve(chat, f"It is {turn}." if is_off else f"</think>It is {turn}.", **more)
         assert end["n_cached"] == n_before
         n_before = end["kvtool"]["tokens"]
         chat += [end["message"], {"role": "user", "content": "And?"}]
@@ -245,7 +252,7 @@ def test_chat_continues_from_the_cache_if_effort_changes_only_the_header(serve, 
 
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_chat_is_read_again_if_effort_changes_its_beginning(serve, policy):
-    serve = serve(TOLD, policy)
+    serve = serve(SHOWS_EFFORT, policy)
     end = serve(USER, "</think>Yes.", reasoning_effort="low")
     chat = [*USER, end["message"], {"role": "user", "content": "And?"}]
     end = serve(chat, "</think>Yes.", reasoning_effort="high")
@@ -282,19 +289,19 @@ def test_server_applies_think_and_refuses_an_unsupported_typed_effort(tmp_path):
     tiny.write_llama(path, chat_template=source, n_ctx_train=2048)
     options = ("--policy", "h2o", "--budget", "256")
     body = {"messages": USER, "max_tokens": 4}
-    with serving(path, *options, "--think", "off") as server:
+    with start_server(path, *options, "--think", "off") as server:
         answers = [
-            httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=PATIENCE_S).json()
+            httpx.post(f"{server.url}/v1/chat/completions", json=body | more, timeout=TIMEOUT_S).json()
             for more in ({}, {"enable_thinking": True})
         ]
         messages = [answer["choices"][0]["message"] for answer in answers]
         assert ["reasoning_content" in message for message in messages] == [False, True]
-    with serving(path, *options, env=os.environ | ONE_THREAD | {"KVTOOL_THINK": "low"}) as server:
+    with start_server(path, *options, env=os.environ | ONE_THREAD | {"KVTOOL_THINK": "low"}) as server:
         line = "think low: the model's chat template takes off and on; it is left out"
         assert line in "".join(server.lines)
     words = "think low: the model's chat template takes off and on"
-    refused = pytest.raises(AssertionError, match=words)
-    with refused, serving(path, *options, "--think", "low"):
+    raises_refusal = pytest.raises(AssertionError, match=words)
+    with raises_refusal, start_server(path, *options, "--think", "low"):
         pass
 
 
@@ -310,19 +317,19 @@ def test_server_applies_think_and_refuses_an_unsupported_typed_effort(tmp_path):
     ],
 )
 def test_thought_is_limited_by_the_budgets_of_request_and_server(bytewise, tmp_path, api, more, most):
-    with answering(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
+    with dictated_slot(bytewise, SWITCHED, tmp_path, thinking=ThinkingOptions(budget=9)) as serve:
         # at most 60 tokens, because the test reads them from the sampler, which stores only the last 64
         n_max = {"max_output_tokens" if api == "responses" else "max_tokens": 60}
         end = serve(USER, None, api, **more, **n_max, temperature=0)
         pieces = [bytewise.piece(token) for token in serve.slot.writer.sampler.recent]
-        thought, rest = b"".join(pieces[:most]), b"".join(pieces[most:])
+        thought, answer_bytes = b"".join(pieces[:most]), b"".join(pieces[most:])
         assert end["message"]["reasoning_content"] == thought.decode("utf-8", "replace")
-        assert rest.startswith(b"</think>")
+        assert answer_bytes.startswith(b"</think>")
         assert end["message"]["content"]
 
 
 @pytest.mark.parametrize(
-    ("opening", "said", "thought"),
+    ("opening", "reply", "thought"),
     [
         ("<think>", "<b>Hm</b>.</think>\n\nYes.", "<b>Hm</b>."),
         ("", "<think><b>Hm</b>.</think>\n\nYes.", "<b>Hm</b>."),
@@ -333,9 +340,9 @@ def test_thought_is_limited_by_the_budgets_of_request_and_server(bytewise, tmp_p
     ids=["opened", "begun by the model", "cut in the end tag", "empty", "cut in the start tag"],
 )
 @pytest.mark.parametrize("stop", [[], ["</think>\n\nNo"]], ids=["", "stop"])
-def test_thought_tokens_are_counted_without_the_tags(bytewise, tmp_path, opening, said, thought, stop):
-    with answering(bytewise, CHAT.replace("%OPEN%", opening), tmp_path) as serve:
-        end = serve(USER, said, stop=stop)
+def test_thought_tokens_are_counted_without_the_tags(bytewise, tmp_path, opening, reply, thought, stop):
+    with dictated_slot(bytewise, CHAT.replace("%OPEN%", opening), tmp_path) as serve:
+        end = serve(USER, reply, stop=stop)
         assert end["message"].get("reasoning_content", "") == thought
         assert end["n_thought"] == len(bytewise.tokenize(thought))
 
@@ -376,7 +383,7 @@ def bytewise(tmp_path_factory):
 
 def fresh(serve, messages, **more):
     """Return the tokens of a request's prompt on a server that has not stored the chat."""
-    request = checked({"messages": messages, **more})
+    request = check_body({"messages": messages, **more})
     rendering, _ = Renderings(serve.slot.model, serve.slot.template).of(request.thinking)
     return rendering.whole(request.messages, request.tools)[0].tolist()
 
@@ -418,23 +425,23 @@ def test_cache_of_a_chat_with_thoughts_equals_a_fresh_reading(
 ):
     # the opening is an expression, because Jinja would drop its newline after a block
     source = source.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
-    with answering(bytewise, source, tmp_path, policy, budget=128) as serve:
+    with dictated_slot(bytewise, source, tmp_path, policy, budget=128) as serve:
         for messages, _ in agent(serve, bool(opening), sends):
             assert serve.prompt_tokens == fresh(serve, messages, tools=[TOOL])
 
 
 @needs_published
 def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp_path, share_of):
-    names = sorted(published.templates().keys() - WANT_FUNCTIONS)
+    names = sorted(published_templates.templates().keys() - WANT_FUNCTIONS)
     for name in names[:: share_of(8, 1)]:
-        source = published.templates()[name]
+        source = published_templates.templates()[name]
         template = Template(source, "", "", bytewise.markers)
         if not template.has_thoughts:
             continue
-        with answering(bytewise, source, tmp_path / name, "h2o", budget=4096) as serve:
+        with dictated_slot(bytewise, source, tmp_path / name, "h2o", budget=4096) as serve:
             for effort, sends in itertools.product((None, "none"), (True, False)):
-                variables, why = Efforts.of(template).variables("off") if effort else ({}, None)
-                if why:
+                variables, reason = Efforts.of(template).variables("off") if effort else ({}, None)
+                if reason:
                     continue
                 under, more = template.under(variables), {"reasoning_effort": effort} if effort else {}
                 start, end, _ = under.tags
@@ -453,7 +460,7 @@ def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp
 @pytest.mark.parametrize("opening", ["", "<think>\n"], ids=["closed", "open"])
 def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, opening, policy):
     source = AGENT.replace("%OPEN%", f"{{{{ {opening!r} }}}}")
-    with answering(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
+    with dictated_slot(bytewise, source, tmp_path / "sends", policy, budget=128) as serve:
         prompts, events = zip(*agent(serve, bool(opening), True), strict=True)
         # between tool calls, the thoughts stay in the prompt, so nothing is read again
         for before, event in itertools.pairwise(events[:3]):
@@ -463,7 +470,7 @@ def test_dropped_thought_rereads_only_the_tokens_after_it(bytewise, tmp_path, op
         n_min = len(fresh(serve, prompts[0], tools=[TOOL])) - len(opening)
         # 2 more tokens may be cached, because the first thought and the first call both begin with "<t"
         assert n_min <= events[3]["n_cached"] <= n_min + 2
-    with answering(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
+    with dictated_slot(bytewise, source, tmp_path / "keeps", policy, budget=128) as serve:
         # If the client does not send thoughts back, only the first reply is read again. After that, the
         # server stores replies without thoughts.
         _, events = zip(*agent(serve, bool(opening), False), strict=True)

@@ -17,7 +17,7 @@ from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
 from kvtool.serve.tools.prompt import as_text, for_template, tools_text
-from tests.serve.asking import check_messages, check_tools, message
+from tests.serve.http_requests import check_messages, check_tools, message
 
 
 def tool(name, parameters=None, **more):
@@ -48,11 +48,11 @@ TOOLS = check_tools([tool("weather", WEATHER), tool("make-note", NOTE), tool("no
 
 
 def test_checked_tools_have_the_fields_that_templates_expect():
-    given = [
+    tools = [
         tool("a", {"properties": {"x": True}}, strict=True, more=1),
         {"type": "function", "function": {"name": "b"}},
     ]
-    checked = check_tools(given)
+    checked = check_tools(tools)
     schema = {"type": "object", "properties": {"x": True}}
     assert checked[0]["function"] == {
         "name": "a",
@@ -187,7 +187,7 @@ def test_results_are_sorted_by_the_order_of_their_calls():
     items = [{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "ab"]
     items += [{"type": "function_call_output", "call_id": id, "output": id} for id in "ba"]
     chat = responses.as_chat({"input": items})
-    assert [each["content"] for each in messages.check(chat.messages)] == ["", "a", "b"]
+    assert [message["content"] for message in messages.check(chat.messages)] == ["", "a", "b"]
     # results after another message are not sorted together with the results before it
     later = [{"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "a", "content": "1"}]
     assert sorted_contents("ab", ("b", "2")) == ["2", "?", "1"]
@@ -214,8 +214,8 @@ def test_checking_names_and_ids_takes_linear_time(monkeypatch):
     talk = [{"role": "assistant", "tool_calls": calls}, *results]
     messages._match_results(talk, [""] * len(talk))
     tools = [{"name": Name(f"f{i}"), "input_schema": {"type": "object"}} for i in range(n)]
-    found = [{"type": "tool_reference", "tool_name": Name(f"f{i}")} for i in range(n)]
-    content = [{"type": "tool_result", "tool_use_id": "x", "content": found}]
+    references = [{"type": "tool_reference", "tool_name": Name(f"f{i}")} for i in range(n)]
+    content = [{"type": "tool_result", "tool_use_id": "x", "content": references}]
     anthropic.as_chat({"messages": [message("user", content)], "tools": tools}, is_counted=True)
     assert Name.n_compared < 50 * n
 
@@ -232,7 +232,7 @@ def test_calls_with_or_without_ids_are_the_same_chat():
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("messages", "words"),
     [
         ([{"role": "tool", "content": "x"}], "messages[0] is a result without an id, and no call waits"),
         ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id must be a string"),
@@ -247,9 +247,9 @@ def test_calls_with_or_without_ids_are_the_same_chat():
     ],
     ids=str,
 )
-def test_error_names_the_invalid_field_of_a_call_or_result(found, words):
+def test_error_names_the_invalid_field_of_a_call_or_result(messages, words):
     with pytest.raises(ApiError) as caught:
-        check_messages(found)
+        check_messages(messages)
     assert caught.value.message.startswith(words)
 
 
@@ -400,7 +400,7 @@ def test_template_with_one_call_per_reply_gets_one_reply_per_call():
 def test_tools_text_lists_tools_and_an_example_call():
     text = tools_text(TOOLS)
     listed = re.search(r"<tools>\n(.*)\n</tools>", text, re.S)[1].splitlines()
-    assert [json.loads(line) for line in listed] == [each["function"] for each in TOOLS]
+    assert [json.loads(line) for line in listed] == [tool["function"] for tool in TOOLS]
     assert HERMES.written([("NAME", {"KEY": "VALUE"})]) in text
 
 

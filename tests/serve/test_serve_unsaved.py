@@ -11,12 +11,18 @@ def test_operator_is_warned_when_storing_begins_to_fail_or_fails_otherwise():
     lines = []
     site = Site("m", "h2o", JobQueue(1), say=lines.append)
     numbers = dict.fromkeys(("n_cached", "n_prompt", "n_written", "read_s", "write_s"), 1)
-    full, gone = "No space left on device", "No such file or directory"
-    for reason in (f"cannot write a: {full}", f"cannot write b: {full}", f"cannot write a: {gone}", "", gone):
+    full, missing = "No space left on device", "No such file or directory"
+    for reason in (
+        f"cannot write a: {full}",
+        f"cannot write b: {full}",
+        f"cannot write a: {missing}",
+        "",
+        missing,
+    ):
         site.add_answer({**numbers, "kvtool": {"unsaved": reason} if reason else {}})
     assert lines == [
         f"chats are not stored: cannot write a: {full}",
-        f"chats are not stored: cannot write a: {gone}",
-        f"chats are not stored: {gone}",
+        f"chats are not stored: cannot write a: {missing}",
+        f"chats are not stored: {missing}",
     ]
     assert "\nkvtool_chats_unsaved_total 4\n" in metrics.text(site.counts, 0, 0, (0, 0), 0)

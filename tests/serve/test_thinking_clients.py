@@ -16,8 +16,8 @@ import pytest
 
 from kvtool.serve.tools.formats import HERMES
 from tests import tiny
-from tests.serve.answered import Answering
-from tests.serve.here import here
+from tests.serve.in_process_server import serve_in_process
+from tests.serve.slot_requests import DictatedSlot
 from tests.serve.test_serve_clients import filled, read_chat, read_message, recorded
 
 LOGS = recorded("thinking_clients.jsonl")
@@ -37,7 +37,7 @@ KEEPS = (
 def server(smollm2, tmp_path_factory):
     path = tmp_path_factory.mktemp("thinker") / "thinker.gguf"
     tiny.write_like(smollm2, path, chat_template=KEEPS)
-    with here(path, budget="1024") as server:
+    with serve_in_process(path, budget="1024") as server:
         yield server
 
 
@@ -48,7 +48,7 @@ def test_all_recorded_agents_except_continue_send_thoughts_back():
 
 @pytest.mark.parametrize("client", LOGS)
 def test_agents_get_separate_thoughts_and_thoughts_sent_back_are_read(server, client):
-    model, answers = Answering(server.pool.slots[0], server.site.defaults), []
+    model, answers = DictatedSlot(server.pool.slots[0], server.site.defaults), []
     for n, line in enumerate(LOGS[client]):
         body, name = filled(line["body"], answers), line["calls"]
         thought, text, call = f"This is thought {n}.", "" if name else f"Answer {n}.", (name, {"n": n})

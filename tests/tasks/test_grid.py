@@ -20,7 +20,7 @@ from kvtool.measure.results import ComparisonResults
 from kvtool.measure.run import outcome
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 N = 150
 
@@ -48,9 +48,9 @@ def changed(common, **change):
     return replace(common, options=replace(common.options, **change))
 
 
-def make(common, wanted, budgets, types=("f16",), **options):
+def make(common, policies, budgets, types=("f16",), **options):
     info = read(Path(common.options.model))
-    return grid.runs(common, info.n_ctx_train, info.plain_layers, wanted, budgets, types, **options)
+    return grid.runs(common, info.n_ctx_train, info.plain_layers, policies, budgets, types, **options)
 
 
 def named(runs):
@@ -121,7 +121,7 @@ def test_byte_budget_includes_recurrent_states(common):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "budget", "kind", "change", "words"),
+    ("policy", "budget", "kind", "change", "words"),
     [
         ("nope", "64", "f16", {}, "unknown policy"),
         # --policies h2o:window=16,sinks=4 names two policies, of which the second is "sinks=4"
@@ -163,9 +163,9 @@ def test_byte_budget_includes_recurrent_states(common):
         ("h2o", "64", "q4_0", {"positions": "in-cache"}, "lose too much precision"),
     ],
 )
-def test_impossible_runs_are_refused_before_they_start(common, wanted, budget, kind, change, words):
+def test_impossible_runs_are_refused_before_they_start(common, policy, budget, kind, change, words):
     with pytest.raises(UsageError, match=words):
-        make(changed(common, **change), [wanted], [budget], [kind])
+        make(changed(common, **change), [policy], [budget], [kind])
 
 
 def test_cache_type_must_fit_the_head_size(common):
@@ -199,8 +199,8 @@ def test_nll_minus_best_compares_with_the_best_other_run_of_the_budget(common):
     by_run = dict(results.compared())
     assert by_run[runs[0]]["best_other"] is None
     for run in runs[1:]:
-        others = [other for other in runs if other.typed_budget == run.typed_budget and other is not run]
-        best = min(others, key=lambda other: sum(sums[other]))
+        other_runs = [other for other in runs if other.typed_budget == run.typed_budget and other is not run]
+        best = min(other_runs, key=lambda other: sum(sums[other]))
         assert by_run[run]["best_other"] == best.label
         difference = np.subtract(sums[run], sums[best])
         names = [f"nll_minus_best{end}" for end in ("", "_stderr", "_margin")]
@@ -263,26 +263,26 @@ def test_record_key_depends_on_the_archive_only_for_recall(common):
 
 def measured(common, runs, reference=None, **options):
     """Measure the runs. Return two dicts with the runs as keys: the run's outcome, and its reports."""
-    by_run, seen = {}, {run: [] for run in runs}
+    by_run, scores = {}, {run: [] for run in runs}
     with closing(Model(common.options.model)) as model:
         for run in runs:
-            report = partial(lambda run, *scored: seen[run].append(scored), run)
-            by_run[run] = outcome(model, run, text(N), reference, report, **options)
-    return by_run, seen
+            report = partial(lambda run, *scored: scores[run].append(scored), run)
+            by_run[run] = outcome(model, run, random_tokens(N), reference, report, **options)
+    return by_run, scores
 
 
 def test_run_has_the_results_of_perplexity(common):
     runs = make(common, ["full", "h2o"], ["64", "256"])
     path = grid.reference(common)
     of_full, _ = measured(common, runs[:1], path, writes=True)
-    by_run, seen = measured(common, runs[1:], path)
+    by_run, scores = measured(common, runs[1:], path)
     by_run |= of_full
     nll = {}
     for run in runs:
         policy = policies.fit(run.options.policy, run.budget)
         settings = {"type_k": "f16", "type_v": "f16", "flash": "auto", "over_budget": False}
         with open_engine(common.options.model, policy, **settings) as engine:
-            nll[run] = perplexity.stream(engine, text(N))
+            nll[run] = perplexity.stream(engine, random_tokens(N))
             assert by_run[run]["cells"] == engine.mean_kv
             assert by_run[run]["kv_bytes"] == by_run[run]["kv_peak_bytes"] == engine.cache_bytes
             assert by_run[run]["state_bytes"] == engine.state_bytes
@@ -301,7 +301,7 @@ def test_run_has_the_results_of_perplexity(common):
     # 256 cells are allocated for the budget of 64. Each has f16 keys and values in two layers, with two heads
     # of size 32
     assert h2o["kv_bytes"] == 4 * h2o["budget_bytes"] == 256 * 2 * 2 * 2 * 32 * 2
-    n, total = seen[runs[1]][-1]
+    n, total = scores[runs[1]][-1]
     assert n == N - 1
     assert total / n == pytest.approx(h2o["nll"])
 
@@ -312,9 +312,9 @@ def test_run_has_the_results_of_perplexity(common):
 )
 def test_perplexity_takes_lists_and_all_types_of_integers(model, score, convert):
     with open_engine(model, policies.fit("h2o", 64), over_budget=False) as engine:
-        want = score(engine, text(N))
+        expected = score(engine, random_tokens(N))
         engine.reset()
-        assert score(engine, convert(text(N))).tolist() == want.tolist()
+        assert score(engine, convert(random_tokens(N))).tolist() == expected.tolist()
 
 
 def test_budget_bytes_of_rows_of_different_lengths_are_their_mean_at_the_peak(common):
@@ -322,7 +322,7 @@ def test_budget_bytes_of_rows_of_different_lengths_are_their_mean_at_the_peak(co
     (run,), (record,) = zip(*measured(common, runs)[0].items(), strict=True)
     policy = policies.fit("corm", run.budget, int(run.options.evict_every), ["window=8", "history=8"])
     with open_engine(common.options.model, policy, over_budget=False) as engine:
-        peak = max(engine.mean_kv for _ in perplexity.steps(engine, text(N)))
+        peak = max(engine.mean_kv for _ in perplexity.steps(engine, random_tokens(N)))
         assert engine.mean_kv < peak < N
     # f16 keys and values in two layers, with two heads of size 32
     assert record["budget_bytes"] == peak * 2 * 2 * 2 * 32 * 2

@@ -7,7 +7,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.measure import holdings
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 
 
 def rows_of(engine):
@@ -30,43 +30,45 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_shares_and_forgotten_tokens_equal_a_plain_count(tiny_model, name):
     with open_engine(tiny_model(), POLICIES[name]) as engine:
-        for part in np.array_split(text(210), 3):
+        for part in np.array_split(random_tokens(210), 3):
             engine.read(part)
-            want = brute_share(engine)
-            assert engine.cells().share().tolist() == want
-            assert holdings.n_forgotten(engine) == want.count(0)
+            expected = brute_share(engine)
+            assert engine.cells().share().tolist() == expected
+            assert holdings.n_forgotten(engine) == expected.count(0)
         assert 0 < holdings.n_forgotten(engine) < 210
         # rows must hold different tokens, or an error that mixes up rows would not be seen
-        assert len({share for share in want if 0 < share < 1}) > 1
+        assert len({share for share in expected if 0 < share < 1}) > 1
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_snapshots_equal_the_tokens_held_at_that_time(tiny_model, name):
-    seen = {}
+    positions = {}
     with open_engine(tiny_model(), POLICIES[name]) as engine:
-        watched = holdings.watch(engine, text(210), 9, lambda n: seen.update({n: rows_of(engine)}))
+        watched = holdings.watch(
+            engine, random_tokens(210), 9, lambda n: positions.update({n: rows_of(engine)})
+        )
         assert engine.n_past == 210
         assert watched.layer.tolist() == [0, 0, 1, 1]
         assert watched.head.tolist() == [0, 1, 0, 1]
     # a snapshot is taken at the first end of a batch in each ninth of the text
     assert watched.ends[-1] == 210
-    assert all(end in seen for end in watched.ends.tolist())
+    assert all(end in positions for end in watched.ends.tolist())
     assert np.unique(watched.ends * 9 // 210).tolist() == (watched.ends * 9 // 210).tolist()
     for snapshot, end in enumerate(watched.ends.tolist()):
-        held = watched.held(snapshot)
-        assert [set(np.flatnonzero(row).tolist()) for row in held] == seen[end]
-        assert watched.share(snapshot).tolist() == held.mean(axis=0).tolist()
+        is_held = watched.held(snapshot)
+        assert [set(np.flatnonzero(row).tolist()) for row in is_held] == positions[end]
+        assert watched.share(snapshot).tolist() == is_held.mean(axis=0).tolist()
 
 
 @pytest.mark.parametrize(("name", "n_sinks"), [("streamingllm", 4), ("local", 0)])
 def test_streamingllm_and_local_hold_only_sinks_and_newest_tokens(tiny_model, name, n_sinks):
     with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
-        watched = holdings.watch(engine, text(100), 10)
+        watched = holdings.watch(engine, random_tokens(100), 10)
     # the cache is full after 32, 40, ... 96 tokens. Each eviction leaves 24 tokens. The last 4 tokens follow
     n_new = 28 - n_sinks
-    want = np.zeros(100)
-    want[:n_sinks] = want[-n_new:] = 1
-    assert watched.share().tolist() == want.tolist()
+    expected = np.zeros(100)
+    expected[:n_sinks] = expected[-n_new:] = 1
+    assert watched.share().tolist() == expected.tolist()
     # snapshot 0 is taken after 32 tokens: nothing has been evicted. Snapshot 1 is taken after 40 tokens: 8
     # tokens were evicted when 32 tokens had been read
     assert watched.share(0).tolist() == [1.0] * 32 + [0.0] * 68
@@ -74,14 +76,14 @@ def test_streamingllm_and_local_hold_only_sinks_and_newest_tokens(tiny_model, na
 
 
 def test_a_text_read_whole_has_one_snapshot(tiny_model):
-    seen = []
+    n_read = []
     with open_engine(tiny_model(), policies.fit("h2o", 32, 8), prefill="whole") as engine:
-        watched = holdings.watch(engine, text(150), 32, seen.append)
+        watched = holdings.watch(engine, random_tokens(150), 32, n_read.append)
         assert [set(np.flatnonzero(row).tolist()) for row in watched.held()] == rows_of(engine)
     assert watched.ends.tolist() == [150]
     assert watched.held().sum(axis=1).tolist() == [24] * 4
-    assert seen[0] == 0
-    assert seen[-1] < 150
+    assert n_read[0] == 0
+    assert n_read[-1] < 150
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -89,7 +91,7 @@ def test_snapshots_do_not_change_the_batches(tiny_model, name):
     steps = {1: [], 32: []}
     for n_snapshot, ends in steps.items():
         with open_engine(tiny_model(), POLICIES[name]) as engine:
-            holdings.watch(engine, text(210), n_snapshot, ends.append)
+            holdings.watch(engine, random_tokens(210), n_snapshot, ends.append)
     assert steps[1] == steps[32]
 
 
@@ -141,17 +143,17 @@ def test_attended_equals_the_sum_of_the_engines_steps(tiny_model, arch, options,
         ends.append(n)
 
     with open_engine(tiny_model(arch, **shape), policies.fit("recall", 48, 8, options)) as engine:
-        attended = holdings.watch(engine, text(210), 6, note).attended
+        attended = holdings.watch(engine, random_tokens(210), 6, note).attended
         n_head = engine.context.n_head
         archived = holdings.is_archived(engine)
     steps = np.zeros((len(notes), 210))
     rows, n_query = np.zeros((len(n_head), 210)), 0
     for step, (pos, attn) in enumerate(notes):
-        for row, (tokens, got) in enumerate(zip(pos.tolist(), attn.tolist(), strict=True)):
-            for token, some in zip(tokens, got, strict=True):
+        for row, (tokens, actual) in enumerate(zip(pos.tolist(), attn.tolist(), strict=True)):
+            for token, attention in zip(tokens, actual, strict=True):
                 if token >= 0:
-                    rows[row, token] += some
-                    steps[step, token] += some
+                    rows[row, token] += attention
+                    steps[step, token] += attention
         n = ends[step + 1] - ends[step]
         n_query += n * bool((pos >= 0).any())
         steps[step] /= n * n_head.sum()
@@ -169,14 +171,14 @@ def test_attended_equals_the_sum_of_the_engines_steps(tiny_model, arch, options,
 
 def test_attended_is_none_if_nothing_is_archived(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
-        assert holdings.watch(engine, text(210), 6).attended is None
+        assert holdings.watch(engine, random_tokens(210), 6).attended is None
     with open_engine(tiny_model(), policies.fit("recall", 48, 8)) as engine:
-        assert holdings.watch(engine, text(40), 6).attended is None
+        assert holdings.watch(engine, random_tokens(40), 6).attended is None
 
 
 def test_archived_tokens_are_neither_held_nor_forgotten(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8), archive=40) as engine:
-        watched = holdings.watch(engine, text(210), 6)
+        watched = holdings.watch(engine, random_tokens(210), 6)
         archived = holdings.is_archived(engine)
         assert archived.sum() == engine.n_archived == 40
         assert holdings.n_forgotten(engine) == int(((watched.share() == 0) & ~archived).sum()) > 0
@@ -184,7 +186,7 @@ def test_archived_tokens_are_neither_held_nor_forgotten(tiny_model):
     # the archive has the newest 40 tokens between sinks and window. At the first snapshot, it is empty
     assert watched.archived[0].tolist() == [0, 0]
     for snapshot, (begin, end) in enumerate(watched.archived.tolist()[1:], 1):
-        held = np.flatnonzero(watched.held(snapshot)[0])
-        assert end == held[4]
+        positions = np.flatnonzero(watched.held(snapshot)[0])
+        assert end == positions[4]
         assert begin == max(4, end - 40)
     assert np.flatnonzero(archived).tolist() == [*range(begin, end)]

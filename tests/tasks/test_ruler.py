@@ -28,7 +28,7 @@ from kvtool.tasks.reader import Reader
 from kvtool.tasks.ruler import PARTS, string_match
 from kvtool.tasks.task import Item
 from tests import tiny
-from tests.cli.called import called
+from tests.cli.in_process_command import run_kvtool
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -65,12 +65,12 @@ KINDS = ("noun", "adjective", "verb")
 
 @pytest.fixture(scope="module")
 def model(smol):
-    with closing(Model(smol)) as opened:
-        yield opened
+    with closing(Model(smol)) as model:
+        yield model
 
 
 @pytest.fixture
-def given(tmp_path):
+def parameters(tmp_path):
     """Return the task's parameters that name files."""
     (tmp_path / "essays").mkdir()
     for name, text in ESSAYS.items():
@@ -84,12 +84,12 @@ def given(tmp_path):
 
 
 @pytest.fixture
-def items_of(model, given, listed):
+def items_of(model, parameters, listed):
     """make(name, *parameters) returns the items of one of RULER's tasks."""
 
     def make(name, *more, length=1200, repeats=1):
         task = tasks.make(
-            "ruler", [*given, f"tasks={name}", f"lengths={length}", f"repeats={repeats}", *more]
+            "ruler", [*parameters, f"tasks={name}", f"lengths={length}", f"repeats={repeats}", *more]
         )
         return task.items([], model)
 
@@ -108,8 +108,8 @@ def test_sample_fills_its_length_and_depends_only_on_the_seed(name, items_of, mo
     assert items == items_of(name, length=length, repeats=2)
     assert items[0].prompt != items[1].prompt
     # seeds shuffle the documents; a prompt has so few of them that two seeds may give the same order
-    others = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
-    assert any(other != items[0].prompt for other in others)
+    other_prompts = (items_of(name, f"seed={seed}", length=length)[0].prompt for seed in (1, 2, 3))
+    assert any(other != items[0].prompt for other in other_prompts)
     for item in items:
         assert item.prompt.endswith(item.question)
         assert item.references
@@ -122,7 +122,7 @@ def test_sample_fills_its_length_and_depends_only_on_the_seed(name, items_of, mo
 
 @pytest.mark.parametrize("name", NIAH)
 def test_prompt_hides_the_defined_number_of_needles(name, items_of):
-    n_key, n_value, n_asked, key_kind, value_kind = NIAH[name]
+    n_key, n_value, n_reference, key_kind, value_kind = NIAH[name]
     (item,) = items_of(name)
     needles = NEEDLE.findall(item.prompt)
     values = {key: [value for _, other, value in needles if other == key] for _, key, _ in needles}
@@ -135,7 +135,7 @@ def test_prompt_hides_the_defined_number_of_needles(name, items_of):
     assert {kind for kind, _, _ in needles} == {f"{value_kind}s"}
     keys = [key for key in values if re.search(rf"\b{key}\b", item.question)]
     assert sorted(item.references) == sorted(value for key in keys for value in values[key])
-    assert len(item.references) == n_asked
+    assert len(item.references) == n_reference
     for value in item.references:
         assert re.fullmatch(r"\d{7}", value) if value_kind == "number" else UUID(value).version == 4
     for key in keys:
@@ -266,11 +266,11 @@ def test_qa_prompt_takes_documents_of_the_same_article_first(items_of):
         for q in paragraph["qas"]
     }
     items = [item for n in (140, 155, 170, 1200) for item in items_of("qa_1", length=n, repeats=4)]
-    seen, counts = [], set()
+    questions, counts = [], set()
     for item in items:
         context, near, question = by_question[item.question.split("Question: ")[1]]
         assert not question["is_impossible"]
-        seen.append(question["question"])
+        questions.append(question["question"])
         assert list(item.references) == [answer["text"] for answer in question["answers"]]
         documents = re.findall(r"^Document (\d+):\n(.+)$", item.prompt, re.M)
         assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
@@ -284,7 +284,7 @@ def test_qa_prompt_takes_documents_of_the_same_article_first(items_of):
             assert set(texts) <= set(near)
     assert counts >= {1, 2, 3, 5}
     # the 4 questions of each length differ
-    assert all(len(set(seen[i : i + 4])) == 4 for i in range(0, 16, 4))
+    assert all(len(set(questions[i : i + 4])) == 4 for i in range(0, 16, 4))
 
 
 @pytest.mark.parametrize("file", ["hotpotqa_published.json", "hotpotqa.jsonl"])
@@ -318,10 +318,10 @@ def test_more_questions_than_the_file_has_are_refused(items_of):
 
 
 def test_error_for_a_short_length_names_the_smallest_length(items_of):
-    with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as refused:
+    with pytest.raises(InputError, match="niah_single_1 does not fit into 150 tokens") as caught:
         items_of("niah_single_1", length=150)
     # the message only estimates the least length, because samples for different lengths differ by some tokens
-    least = int(re.search(r"takes about (\d+)", str(refused.value))[1])
+    least = int(re.search(r"takes about (\d+)", str(caught.value))[1])
     assert len(items_of("niah_single_1", length=least + 32)) == 1
     with pytest.raises(InputError, match="takes about"):
         items_of("niah_single_1", length=least - 32)
@@ -371,7 +371,7 @@ class Says:
         self.text = text
 
     def ask(self, prompt, n_answer, *, question, opening):
-        self.asked = prompt, n_answer, question, opening
+        self.request = prompt, n_answer, question, opening
         return 7
 
     def write(self, n_max):
@@ -383,8 +383,8 @@ class Says:
     ("name", "n_max", "score"), [("niah_multiquery", 128, 0.5), ("vt", 30, 0.5), ("qa_1", 32, 1)]
 )
 @pytest.mark.parametrize("when", ["known", "after"])
-def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, given):
-    task = tasks.make("ruler", [*given, f"question={when}"])
+def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, parameters):
+    task = tasks.make("ruler", [*parameters, f"question={when}"])
     item = Item(
         "x", "text question?", ["12", "34"], about={"part": name}, question="question?", opening="It is"
     )
@@ -393,11 +393,11 @@ def test_answer_length_and_score_depend_on_the_task(name, n_max, score, when, gi
     assert answer.scores == {"string_match": score}
     assert answer.about == {"first_tokens": 7}
     question = "question?" if when == "after" else ""
-    assert reader.asked == ("text question?", n_max, question, "It is")
+    assert reader.request == ("text question?", n_max, question, "It is")
     assert reader.n_max == n_max
 
 
-def test_average_is_the_mean_of_the_tasks_means(given):
+def test_average_is_the_mean_of_the_tasks_means(parameters):
     scores = [("vt", 8, [1.0, 0.0, 0.5]), ("cwe", 8, [0.2]), ("vt", 4, [1.0])]
     results = [
         {"part": name, "length": length, "scores": {"string_match": score}}
@@ -405,13 +405,13 @@ def test_average_is_the_mean_of_the_tasks_means(given):
         for score in of
     ]
     results.append({"part": "cwe", "length": 8, "scores": {}})
-    assert tasks.make("ruler", given).summary(results) == {
+    assert tasks.make("ruler", parameters).summary(results) == {
         "average of 2 tasks, 8 tokens": pytest.approx(0.35),
     }
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("parameters", "words"),
     [
         (["tasks=vt,wt"], "unknown RULER task wt; choose from niah_single_1"),
         (["tasks=vt", "lengths=0"], "lengths must be numbers of tokens"),
@@ -422,9 +422,9 @@ def test_average_is_the_mean_of_the_tasks_means(given):
         (["tasks=vt,qa_2"], "qa_2 needs HotpotQA's hotpot_dev_distractor_v1.json"),
     ],
 )
-def test_invalid_parameters_give_one_line_errors(given, words):
+def test_invalid_parameters_give_one_line_errors(parameters, words):
     with pytest.raises(UsageError, match=f"ruler: {words}") as error:
-        tasks.make("ruler", given)
+        tasks.make("ruler", parameters)
     assert "\n" not in str(error.value)
 
 
@@ -472,8 +472,8 @@ def reader_of(model, policy, *, chat=False, **settings):
 @pytest.fixture(scope="module")
 def bytewise(tiny_model):
     """A small random model whose tokens are mostly bytes."""
-    with closing(Model(tiny_model(chat_template=tiny.CHAT_TEMPLATE))) as opened:
-        yield opened
+    with closing(Model(tiny_model(chat_template=tiny.CHAT_TEMPLATE))) as model:
+        yield model
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -508,35 +508,35 @@ def test_token_across_text_and_question_belongs_to_the_question(model, monkeypat
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_kept_tokens_do_not_depend_on_a_question_asked_after(bytewise, policy):
-    def held(known):
+    def positions_after(names_question):
         rows = []
         with closing(reader_of(bytewise, policy, prefill="whole")) as reader:
             for question in QUESTIONS:
-                n = reader.ask(TEXT + question, 8, question="" if known else question, opening="It")
-                assert (n == reader.n_read) is known
+                n = reader.ask(TEXT + question, 8, question="" if names_question else question, opening="It")
+                assert (n == reader.n_read) is names_question
                 n_text = len(bytewise.tokenize(TEXT, start=True))
-                assert known or n == n_text
+                assert names_question or n == n_text
                 pos = reader.engine.cells().pos
                 rows.append([sorted(row[(row >= 0) & (row < n_text)]) for row in pos])
                 # no row exceeds the budget while the question is read
                 assert reader.engine.cells().live.max() < 64
         return rows
 
-    first, second = held(known=False)
+    first, second = positions_after(names_question=False)
     assert first == second
     assert {len(row) for row in first} == {24}
-    first, second = held(known=True)
+    first, second = positions_after(names_question=True)
     assert first != second
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_full_cache_gives_the_same_answer_for_known_and_after(bytewise, chat):
     with closing(reader_of(bytewise, "full", chat=chat, type_k="f32", type_v="f32", flash="off")) as reader:
-        written = []
+        answers = []
         for question in ("", QUESTIONS[0]):
             reader.ask(TEXT + QUESTIONS[0], 16, question=question, opening="It")
-            written.append(reader.write(16))
-    assert written[0] == written[1] != ""
+            answers.append(reader.write(16))
+    assert answers[0] == answers[1] != ""
 
 
 def test_a_prompt_beyond_the_full_cache_is_refused(bytewise):
@@ -556,10 +556,10 @@ def test_item_hash_depends_on_the_opening():
 
 def test_reply_header_is_held_only_after_the_whole_prompt(tiny_model, monkeypatch):
     """A prompt ends with a reply header, whose tokens are held. A text before a question has no header."""
-    held = []
+    n_held = []
     read = Engine.read
     monkeypatch.setattr(
-        Engine, "read", lambda self, *part, **more: (held.append(self.n_held), read(self, *part, **more))[1]
+        Engine, "read", lambda self, *part, **more: (n_held.append(self.n_held), read(self, *part, **more))[1]
     )
     path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
     policy = policies.fit("h2o", 128)
@@ -570,7 +570,7 @@ def test_reply_header_is_held_only_after_the_whole_prompt(tiny_model, monkeypatc
             reader.ask("some text. what?", 8, question=" what?")
             reader.ask("some text. what?", 8)
     assert n > 0
-    assert held == [0, n, n]
+    assert n_held == [0, n, n]
 
 
 SMALL = ("--set", "tasks=fwe,niah_multikey_3,qa_2", "--set", "lengths=1500", "--set", "repeats=2", "-t", 1)
@@ -582,8 +582,8 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     out = tmp_path / "out.jsonl"
     path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
     command = ("eval", "ruler", "-m", path, *SMALL, *HOTPOT, "--set", f"question={when}")
-    how = ("--policy", "h2o", "--budget", "25%")
-    done = called(*command, *how, "--records", out)
+    options = ("--policy", "h2o", "--budget", "25%")
+    done = run_kvtool(*command, *options, "--records", out)
     assert done.returncode == 0, done.stderr
     results = records.read(out)
     names = ["niah_multikey_3", "fwe", "qa_2"]
@@ -603,7 +603,7 @@ def test_eval_prints_score_and_interval_of_each_ruler_task(when, tiny_model, tmp
     assert table[2].split() == ["part", "1500", "95", "%", "interval", "items"]
     assert table[3].split() == ["fwe", "0.000", "0.000", "to", "0.658", "2"]
     assert "average of 3 tasks, 1500 tokens: 0" in done.stdout
-    done = called(*command, *how, "--json")
+    done = run_kvtool(*command, *options, "--json")
     by = json.loads(done.stdout.splitlines()[-1])["by"]
     assert [(each["part"], each["length"]) for each in by] == [(name, 1500) for name in sorted(names)]
     assert by[0]["string_match"] == {"mean": 0, "low": 0, "high": pytest.approx(0.658, abs=1e-3), "n": 2}

@@ -51,19 +51,19 @@ def _texts(n_text, n, reach):
 
 
 def test_intervals_contain_the_mean_about_95_percent_of_the_time():
-    held = errors = alone = 0
+    n_inside = errors = n_inside_alone = 0
     texts = _texts(300, 8192, 40)
     for text in texts:
         sums, counts = statistics.block_sums(text), statistics.block_counts(len(text))
         low, high = statistics.interval(sums, counts)
-        held += low <= 0 <= high
+        n_inside += low <= 0 <= high
         mean, error = statistics.mean_error(sums, counts)
         errors += abs(mean) < 2 * error
-        alone += abs(mean) < 2 * text.std() / np.sqrt(len(text))
-    assert 0.88 < held / 300 < 0.98
+        n_inside_alone += abs(mean) < 2 * text.std() / np.sqrt(len(text))
+    assert 0.88 < n_inside / 300 < 0.98
     assert 0.90 < errors / 300 < 0.98
     # without blocks, an interval is far too narrow
-    assert alone / 300 < 0.5
+    assert n_inside_alone / 300 < 0.5
 
 
 # Fisher and Yates 1963, Table III
@@ -78,11 +78,11 @@ def test_quantiles_are_those_of_students_table(df, quantile):
 
 @pytest.mark.parametrize("n", [3, 4, 8])
 def test_intervals_of_a_few_scores_contain_the_mean_95_percent_of_the_time(n):
-    rng, held = np.random.default_rng(0), 0
+    rng, n_inside = np.random.default_rng(0), 0
     for scores in rng.normal(size=(1000, n)):
         low, high = statistics.item_interval(scores, are_hits=False)
-        held += low <= 0 <= high
-    assert 0.93 < held / 1000 < 0.97
+        n_inside += low <= 0 <= high
+    assert 0.93 < n_inside / 1000 < 0.97
 
 
 # Newcombe 1998, Table I, method 3 (81/263, 15/148, 0/20, 1/29)
@@ -117,12 +117,12 @@ def test_too_few_scores_have_no_interval(n, are_hits):
 
 @pytest.mark.parametrize(("n", "gains", "losses"), [(10, 0, 0.2), (40, 0.05, 0.15), (100, 0.02, 0.02)])
 def test_paired_intervals_of_hits_contain_the_mean_95_percent_of_the_time(n, gains, losses):
-    rng, held = np.random.default_rng(0), 0
+    rng, n_inside = np.random.default_rng(0), 0
     for draws in rng.random(size=(2000, n)):
         differences = (draws < gains) * 1.0 - (draws > 1 - losses)
         low, high = statistics.paired_interval(differences, are_hits=True)
-        held += low <= gains - losses <= high
-    assert held / 2000 > 0.94
+        n_inside += low <= gains - losses <= high
+    assert n_inside / 2000 > 0.94
 
 
 def test_paired_interval_of_equal_hits_has_a_width():
@@ -136,9 +136,9 @@ def test_paired_interval_of_equal_hits_has_a_width():
 def test_margin_of_a_difference_is_students_over_eight_blocks_of_the_text():
     difference = np.random.default_rng(0).normal(size=2048)
     error = difference.reshape(8, 256).mean(axis=1).std(ddof=1) / np.sqrt(8)
-    want = [difference.mean(), error, 2.3646 * error]
+    expected = [difference.mean(), error, 2.3646 * error]
     assert [*statistics.mean_of_text(statistics.block_sums(difference), 2048)] == pytest.approx(
-        want, rel=1e-4
+        expected, rel=1e-4
     )
     assert statistics.mean_of_text(np.arange(7.0), 7) == (3, None, None)
     assert statistics.mean_of_text(np.arange(8.0), 8)[1] == pytest.approx(np.sqrt(6 / 8))
@@ -146,11 +146,11 @@ def test_margin_of_a_difference_is_students_over_eight_blocks_of_the_text():
 
 @pytest.mark.parametrize("reach", [1, 40])
 def test_differences_are_within_their_margin_about_95_percent_of_the_time(reach):
-    held = 0
+    n_inside = 0
     for text in _texts(1000, 2047, reach):
         mean, _, margin = statistics.mean_of_text(statistics.block_sums(text), len(text))
-        held += abs(mean) < margin
-    assert 0.935 < held / 1000 < 0.965
+        n_inside += abs(mean) < margin
+    assert 0.935 < n_inside / 1000 < 0.965
 
 
 @pytest.mark.parametrize("n", [1504, 16384])

@@ -116,9 +116,9 @@ def test_retrieval_prompts_equal_lost_in_the_middle():
     first, _ = items("retrieval", "kv_retrieval.jsonl")
     record = data.read(DATA / "kv_retrieval.jsonl")[0]
     assert first.references == [record["value"]]
-    start, shown = first.prompt.split("JSON data:\n")
+    start, json_text = first.prompt.split("JSON data:\n")
     assert start == "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-    pairs, question = shown.split("\n\n")
+    pairs, question = json_text.split("\n\n")
     assert list(json.loads(pairs).items()) == [tuple(pair) for pair in record["ordered_kv_records"]]
     assert question == f'Key: "{record["key"]}"\nCorresponding value:'
 
@@ -128,11 +128,11 @@ def test_retrieval_with_fewer_pairs_keeps_the_relative_place_of_the_key(n, place
     records = data.read(DATA / "kv_retrieval.jsonl")
     questions = items("retrieval", "kv_retrieval.jsonl", pairs=n)
     for record, item, place in zip(records, questions, places, strict=True):
-        shown = list(json.loads(item.prompt.split("JSON data:\n")[1].split("\n\n")[0]).items())
-        assert len(shown) == n
-        assert shown[place] == (record["key"], record["value"])
+        pairs = list(json.loads(item.prompt.split("JSON data:\n")[1].split("\n\n")[0]).items())
+        assert len(pairs) == n
+        assert pairs[place] == (record["key"], record["value"])
         others = [tuple(pair) for pair in record["ordered_kv_records"] if pair[0] != record["key"]]
-        assert shown[:place] + shown[place + 1 :] == others[: len(shown) - 1]
+        assert pairs[:place] + pairs[place + 1 :] == others[: len(pairs) - 1]
 
 
 def test_retrieval_refuses_more_pairs_than_a_record_has():

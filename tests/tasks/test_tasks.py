@@ -28,10 +28,10 @@ from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Item, ScoredAnswer, Task, in_turn
-from tests import forked
-from tests.cli.called import called
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S, BlockingPolicy
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_cli import KVTOOL
-from tests.held import PATIENCE_S, Held
 from tests.tiny import CHATML
 
 PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
@@ -91,8 +91,8 @@ def test_log_likelihood_equals_reading_the_answer_token_by_token(tiny_model, pol
         reader.read(PROMPT, 40)
         likelihood = reader.log_likelihood(ANSWER)
         assert reader.engine.n_evicted > 48
-        alone = stepwise(reader.model, policies.fit(policy, 48), reader.settings, PROMPT, ANSWER)
-    assert likelihood.logp == pytest.approx(alone, abs=1e-3)
+        expected = stepwise(reader.model, policies.fit(policy, 48), reader.settings, PROMPT, ANSWER)
+    assert likelihood.logp == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "bumblebee"])
@@ -131,9 +131,9 @@ def test_written_text_is_likelier_than_another_text(smollm2):
     with reading(smollm2) as reader:
         reader.read("The sky is blue, the grass is green, and the sun is", 20)
         with reader.going_back() as back:
-            written = reader.write(3)
+            tokens = reader.write(3)
             back()
-            of_written = reader.log_likelihood(written)
+            of_written = reader.log_likelihood(tokens)
             back()
             other = reader.log_likelihood(" a green sandwich")
     assert of_written.n == 3
@@ -228,8 +228,8 @@ def test_fact_is_hidden_at_its_depth_in_a_prompt_of_the_given_length(tiny_model,
     assert abs(len(before) - depth * (len(before) + len(after))) <= longest / 2 + 1
     # sentences are whole, and in the order of the text
     parts = haystack.sentences(before + after)
-    at = SENTENCES.index(parts[0])
-    assert parts == [SENTENCES[(at + i) % 50] for i in range(len(parts))]
+    index = SENTENCES.index(parts[0])
+    assert parts == [SENTENCES[(index + i) % 50] for i in range(len(parts))]
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 13), (2, 5), (2, 4), (3, 3), (6, 4)])
@@ -239,8 +239,8 @@ def test_first_items_are_spread_over_the_grid(n, m):
     assert [number for *_, number in cells] == [0] * (n * m) + [1] * (n * m)
     for limit in range(1, len(cells)):
         for axis, size in enumerate((n, m)):
-            asked = np.bincount([cell[axis] for cell in cells[:limit]], minlength=size)
-            assert np.ptp(asked) <= 1
+            counts = np.bincount([cell[axis] for cell in cells[:limit]], minlength=size)
+            assert np.ptp(counts) <= 1
 
 
 @pytest.mark.parametrize(("name", "more"), [("passkey", []), ("ruler", ["tasks=niah_multikey_3,fwe"])])
@@ -276,16 +276,16 @@ def test_haystack_sentences_come_from_files_and_folders(tmp_path):
 
 @dataclass(frozen=True, slots=True)
 class Length(Task):
-    """Task whose score is the length of the prompt. `asked` counts how often each item was asked."""
+    """Task whose score is the length of the prompt. `n_requests` counts how often each item was asked."""
 
-    asked: ClassVar[Counter] = Counter()
+    n_requests: ClassVar[Counter] = Counter()
     by: ClassVar[tuple[str, ...]] = ("kind",)
 
     def items(self, files, model):
         return []
 
     def answer(self, item, reader):
-        self.asked[item.id] += 1
+        self.n_requests[item.id] += 1
         if item.prompt == "too long":
             raise StreamEnd("no more room")
         return ScoredAnswer(item.prompt, {"length": float(len(item.prompt)), "one": 1.0}, {"more": 1})
@@ -308,7 +308,7 @@ ABOUT = {"task": "length", "policy": "h2o"}
 
 
 def measured(items, path=None, about=ABOUT, n=None):
-    Length.asked.clear()
+    Length.n_requests.clear()
     results = of_items.TaskResults(about, items, path)
     steps = results.measure(Length(), Nothing())
     for _ in range(len(items) if n is None else n):
@@ -319,13 +319,13 @@ def measured(items, path=None, about=ABOUT, n=None):
 def test_only_items_without_a_record_are_asked(tmp_path):
     path = tmp_path / "out.jsonl"
     measured(ITEMS, path, n=2)
-    assert Length.asked == Counter(["1", "2"])
+    assert Length.n_requests == Counter(["1", "2"])
     results = measured(ITEMS, path)
-    assert Length.asked == Counter(["3", "4", "5"])
+    assert Length.n_requests == Counter(["3", "4", "5"])
     assert [record["id"] for record in results.records] == ["1", "2", "3", "4", "5"]
     assert results.records == records.read(path)
     measured(ITEMS, path)
-    assert not Length.asked
+    assert not Length.n_requests
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_changed_policy_or_item_is_asked_again(tmp_path, about, item):
     path = tmp_path / "out.jsonl"
     measured(ITEMS[:1], path)
     measured([item], path, about)
-    assert Length.asked == Counter(["1"])
+    assert Length.n_requests == Counter(["1"])
     assert len(records.read(path)) == 2
 
 
@@ -378,16 +378,18 @@ def test_differences_to_the_first_evaluation_are_paired_by_item(tmp_path):
     results = measured(ITEMS, path, about | {"policy": "tova"})
     for i, record in enumerate(results.records):
         record["scores"] = {"length": record["scores"]["length"] + i}
-    baseline, found = results.differences()
+    baseline, differences = results.differences()
     assert baseline == {"policy": "h2o", "options": None, "budget": None}
-    assert set(found) == {"length"}
+    assert set(differences) == {"length"}
     half = 3.1824 * np.std([1, 2, 3, 4], ddof=1) / 2
-    assert (found["length"].mean, found["length"].n) == (2.5, 4)
-    assert (found["length"].low, found["length"].high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-4)
+    assert (differences["length"].mean, differences["length"].n) == (2.5, 4)
+    assert (differences["length"].low, differences["length"].high) == pytest.approx(
+        (2.5 - half, 2.5 + half), rel=1e-4
+    )
     # fields in which the evaluations differ are named, also those that old records lack
     baseline, _ = measured(ITEMS, path, about | {"type_k": "q8_0", "policy_sha256": "p"}).differences()
-    others = {"type_k": "f16", "policy_sha256": None}
-    assert baseline == {"policy": "h2o", "options": None, "budget": None, **others}
+    other_fields = {"type_k": "f16", "policy_sha256": None}
+    assert baseline == {"policy": "h2o", "options": None, "budget": None, **other_fields}
     # the first evaluation is not compared, also if it is repeated later
     assert measured(ITEMS[1:], path, about).differences() is None
 
@@ -401,7 +403,7 @@ def test_interval_depends_on_the_kind_of_score():
 
 
 @pytest.mark.parametrize(
-    ("task", "references", "text", "found"),
+    ("task", "references", "text", "expected"),
     [
         ("passkey", ["12345"], " 12345. Remember it.", 1),
         ("passkey", ["12345"], "1234 5", 0),
@@ -409,11 +411,11 @@ def test_interval_depends_on_the_kind_of_score():
         ("needle", ["sandwich", "Dolores Park"], "Eat a sandwich in a park.", 0),
     ],
 )
-def test_found_is_1_if_the_answer_contains_all_references(task, references, text, found):
+def test_found_is_1_if_the_answer_contains_all_references(task, references, text, expected):
     reader = SimpleNamespace(read=lambda prompt, n_answer, uncut: None, write=lambda n_max: text)
     answer = tasks.make(task, []).answer(Item("1", "", references), reader)
     assert answer.output == text
-    assert answer.scores == {"found": found}
+    assert answer.scores == {"found": expected}
 
 
 def test_every_task_has_a_docstring_and_a_source():
@@ -426,7 +428,7 @@ def test_every_task_has_a_docstring_and_a_source():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("parameter", "words"),
     [
         ("depths=2", "depths must be in 0..1"),
         ("lengths=0", "lengths must be numbers of tokens"),
@@ -437,9 +439,9 @@ def test_every_task_has_a_docstring_and_a_source():
         ("size", "name=value"),
     ],
 )
-def test_invalid_parameters_raise_usage_error(given, words):
+def test_invalid_parameters_raise_usage_error(parameter, words):
     with pytest.raises(UsageError, match=words):
-        tasks.make("passkey", [given])
+        tasks.make("passkey", [parameter])
 
 
 SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2", "-t", "1")
@@ -448,7 +450,7 @@ SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2"
 @pytest.mark.parametrize("command", ["eval", "perplexity"])
 def test_eval_and_perplexity_default_to_recall_or_else_h2o(command, tiny_model, tmp_path):
     def policy(*options):
-        done = called(command, *of[command], "-m", tiny_model(), "-t", "1", "--json", *options)
+        done = run_kvtool(command, *of[command], "-m", tiny_model(), "-t", "1", "--json", *options)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[0])["policy"], done.stderr
 
@@ -459,13 +461,15 @@ def test_eval_and_perplexity_default_to_recall_or_else_h2o(command, tiny_model, 
     name, stderr = policy("--positions", "in-cache")
     assert name == "h2o"
     assert "recall does not work with --positions in-cache; the policy is h2o" in stderr
-    done = called(command, *of[command], "-m", tiny_model(), "--policy", "recall", "--positions", "in-cache")
+    done = run_kvtool(
+        command, *of[command], "-m", tiny_model(), "--policy", "recall", "--positions", "in-cache"
+    )
     assert "choose --positions auto or original" in done.stderr
 
 
 def test_budget_share_applies_to_each_prompt_and_is_rounded_down(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    done = called(
+    done = run_kvtool(
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "h2o", "--budget", "25%", "--records", out
     )
     assert done.returncode == 0, done.stderr
@@ -482,7 +486,7 @@ def test_budget_share_applies_to_each_prompt_and_is_rounded_down(tiny_model, tmp
 
 
 def test_too_small_share_gives_the_smallest_budget_of_the_policy(tiny_model):
-    done = called(
+    done = run_kvtool(
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json"
     )
     assert done.returncode == 0, done.stderr
@@ -495,44 +499,44 @@ def test_too_small_share_gives_the_smallest_budget_of_the_policy(tiny_model):
 def test_resume_completes_an_unfinished_run(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "full", "--records", out)
-    assert called(*command, "--limit", 1).returncode == 0
-    done = called(*command)
+    assert run_kvtool(*command, "--limit", 1).returncode == 0
+    done = run_kvtool(*command)
     assert done.returncode == 2
     assert "continue it with --resume" in done.stderr
     first = out.read_bytes()
-    assert called(*command, "--resume").returncode == 0
+    assert run_kvtool(*command, "--resume").returncode == 0
     assert out.read_bytes().startswith(first)
     ids = ["400-0.2-0", "400-0.8-0", "400-0.2-1", "400-0.8-1"]
     assert [record["id"] for record in records.read(out)] == ids
-    done, again = (called(*command, "--resume") for _ in range(2))
-    assert done.stdout == again.stdout
+    done, repeated = (run_kvtool(*command, "--resume") for _ in range(2))
+    assert done.stdout == repeated.stdout
     assert "passkey, 4 items" in done.stdout
 
 
 def test_second_policy_of_a_file_is_compared_with_the_first(tiny_model, tmp_path):
     command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--records", tmp_path / "out.jsonl", "--resume")
-    alone = called(*command, "--policy", "full").stdout
-    assert "minus" not in alone
+    expected = run_kvtool(*command, "--policy", "full").stdout
+    assert "minus" not in expected
     second = (*command, "--policy", "h2o", "--budget", "25%")
     title = "minus full (first in the file), over the same items:\n\nscore"
-    assert title in called(*second).stdout
-    summary = json.loads(called(*second, "--json").stdout.splitlines()[-1])
+    assert title in run_kvtool(*second).stdout
+    summary = json.loads(run_kvtool(*second, "--json").stdout.splitlines()[-1])
     assert summary["first"] == {"policy": "full", "options": [], "budget": None}
-    found = summary["minus_first"]["found"]
-    assert found["n"] == 4
-    assert found["low"] < found["mean"] < found["high"]
-    assert called(*command, "--policy", "full").stdout == alone
-    other_type = called(*command, "--policy", "full", "-ctk", "q8_0", "-ctv", "q8_0")
+    difference = summary["minus_first"]["found"]
+    assert difference["n"] == 4
+    assert difference["low"] < difference["mean"] < difference["high"]
+    assert run_kvtool(*command, "--policy", "full").stdout == expected
+    other_type = run_kvtool(*command, "--policy", "full", "-ctk", "q8_0", "-ctv", "q8_0")
     assert "minus full, type_k f16, type_v f16 (first in the file)" in other_type.stdout
     # `full` has no `evict_every`, so only the default of --batch-size is named
-    each = called(*second, "--evict-every", "1", "--batch-size", "32")
+    each = run_kvtool(*second, "--evict-every", "1", "--batch-size", "32")
     assert "minus full, n_batch default (first in the file)" in each.stdout
 
 
 def test_the_default_of_an_evicting_baseline_is_named(tiny_model, tmp_path):
     command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--records", tmp_path / "out.jsonl", "--resume")
-    assert called(*command, "--policy", "h2o").returncode == 0
-    done = called(*command, "--policy", "recall", "--evict-every", "1")
+    assert run_kvtool(*command, "--policy", "h2o").returncode == 0
+    done = run_kvtool(*command, "--policy", "recall", "--evict-every", "1")
     assert "minus h2o, budget 20%, evict_every default (first in the file)" in done.stdout
 
 
@@ -553,7 +557,7 @@ def test_intervals_are_within_the_range_of_a_score(name, values, low, high):
 
 
 def test_intervals_of_differences_are_within_the_range_of_differences(tmp_path):
-    path, found = tmp_path / "out.jsonl", []
+    path, all_differences = tmp_path / "out.jsonl", []
     for policy, values in (("full", [0, 0, 1]), ("h2o", [1, 0.9, 0])):
         about = dict.fromkeys(("task", "task_params", "chat", "max_prompt", "temp", "seed", "model_sha256"))
         about |= {"policy": policy, "options": [], "budget": None}
@@ -564,9 +568,9 @@ def test_intervals_of_differences_are_within_the_range_of_differences(tmp_path):
         engine["policy"] = SimpleNamespace(n_asked=1, budget=1)
         reader = SimpleNamespace(n_read=1, is_cut=False, engine=SimpleNamespace(**engine))
         assert len(list(results.measure(task, reader))) == 3
-        found.append(results.differences())
-    assert found[0] is None
-    differences = found[1][1]
+        all_differences.append(results.differences())
+    assert all_differences[0] is None
+    differences = all_differences[1][1]
     assert (differences["f1"].low, differences["f1"].high) == (-1, 1)
     # a difference of log-probabilities has no limits
     assert differences["logp"].low < -1
@@ -576,7 +580,7 @@ def test_intervals_of_differences_are_within_the_range_of_differences(tmp_path):
 def test_needle_uses_the_chat_template(tiny_model, tmp_path):
     (tmp_path / "hay.txt").write_text(" ".join(SENTENCES))
     options = ("-m", tiny_model(chat_template=CHATML), *SMALL, "--set", "lengths=600,700", "--policy", "tova")
-    done = called("eval", "needle", tmp_path / "hay.txt", *options, "--json")
+    done = run_kvtool("eval", "needle", tmp_path / "hay.txt", *options, "--json")
     assert done.returncode == 0, done.stderr
     *results, summary = map(json.loads, done.stdout.splitlines())
     assert {record["length"] for record in results} == {600, 700}
@@ -598,7 +602,7 @@ def test_needle_uses_the_chat_template(tiny_model, tmp_path):
     ],
 )
 def test_impossible_options_give_one_line_and_an_exit_code(arguments, code, words):
-    done = called("eval", *arguments)
+    done = run_kvtool("eval", *arguments)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
@@ -609,16 +613,16 @@ def test_impossible_options_give_one_line_and_an_exit_code(arguments, code, word
 def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path, number):
     out = tmp_path / "out.jsonl"
     # the policy waits as soon as the first item has a record, so it waits while the second item is read
-    held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
-    options = ("--policy", held.policy, "--budget", 64)
+    blocking = BlockingPolicy(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
+    options = ("--policy", blocking.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--records", out]
-    with forked.Popen(
+    with fork_server.Popen(
         [*KVTOOL, *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        held.wait()
+        blocking.wait()
         process.send_signal(number)
         stderr = process.stderr.read()
-        assert process.wait(PATIENCE_S) == 128 + number
+        assert process.wait(TIMEOUT_S) == 128 + number
     assert len(records.read(out)) == 1
     assert stderr == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
 
@@ -626,42 +630,42 @@ def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path, num
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_records_go_to_stdout_and_an_interrupt_ends_the_progress_bar(tiny_model, tmp_path, is_stopped):
-    held = Held(tmp_path)
-    options = ("--policy", held.policy, "--budget", 64) if is_stopped else ()
+    blocking = BlockingPolicy(tmp_path)
+    options = ("--policy", blocking.policy, "--budget", 64) if is_stopped else ()
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *options, "--json"]
     master, slave = os.openpty()
-    seen, is_told = b"", False
+    stderr, is_interrupted = b"", False
     with (tmp_path / "out").open("w") as out:
-        process = forked.Popen(
+        process = fork_server.Popen(
             [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
         )
         os.close(slave)
         # reading from the terminal raises OSError after the process has ended
         with suppress(OSError):
             while new := os.read(master, 65536):
-                seen += new
-                if is_stopped and not is_told and b"0/4" in seen:
-                    held.wait()
+                stderr += new
+                if is_stopped and not is_interrupted and b"0/4" in stderr:
+                    blocking.wait()
                     process.send_signal(signal.SIGINT)
-                    is_told = True
-    seen = seen.decode()
-    assert process.wait(PATIENCE_S) == (130 if is_stopped else 0)
+                    is_interrupted = True
+    stderr = stderr.decode()
+    assert process.wait(TIMEOUT_S) == (130 if is_stopped else 0)
     os.close(master)
-    assert "passkey" in seen
+    assert "passkey" in stderr
     if is_stopped:
         # the cursor is shown again, and no text follows the line
         end = "\x1b[?25h\r\nkvtool: stopped"
-        assert seen.rstrip().endswith(end)
+        assert stderr.rstrip().endswith(end)
     else:
         assert len(list(map(json.loads, (tmp_path / "out").read_text().splitlines()))) == 5
-        assert '"task"' not in seen
+        assert '"task"' not in stderr
 
 
 def test_eval_without_arguments_lists_the_tasks():
-    done = called("eval")
+    done = run_kvtool("eval")
     assert done.returncode == 0
     assert all(name in done.stdout for name in tasks.names())
-    listed = json.loads(called("eval", "--json").stdout)
+    listed = json.loads(run_kvtool("eval", "--json").stdout)
     assert [each["name"] for each in listed] == tasks.names()
     assert listed[0]["params"].keys() >= {"shots"}
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
@@ -673,12 +677,12 @@ def test_eval_without_arguments_lists_the_tasks():
     assert ["digits", "Number of digits of the key. [default: 5]"] in lines
 
 
-@pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
-def test_real_model_finds_the_passkey_only_if_it_is_held(smollm2, share_of, policy, found):
+@pytest.mark.parametrize(("policy", "expected"), [(("full",), 1), (("local", "--budget", "128"), 0)])
+def test_real_model_finds_the_passkey_only_if_it_is_held(smollm2, share_of, policy, expected):
     lengths = f"lengths={share_of(300, 512)}"
-    done = called(
+    done = run_kvtool(
         *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),
         *("--set", "depths=0.3", "--set", "repeats=1", "--json"),
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["summary"]["found"]["mean"] == found
+    assert json.loads(done.stdout.splitlines()[-1])["summary"]["found"]["mean"] == expected

@@ -91,36 +91,36 @@ def test_every_task_records_and_prints_its_scores(tiny_chat, tmp_path, task):
         for value in {str(record[name]) for record in results}:
             assert f"\n{value} " in done.stdout
     # items with a record are not asked again
-    again = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out, "--resume")
-    assert again.stdout == done.stdout
+    resumed = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--records", out, "--resume")
+    assert resumed.stdout == done.stdout
     assert len(records_of(out)) == len(results)
 
 
 def test_answers_depend_on_temperature_and_seed(tiny_chat, tmp_path):
-    def written(*how, out=None):
+    def answers_of(*arguments, out=None):
         out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *how)
+        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--records", out, "--resume", *arguments)
         return [record["output"] for record in records_of(out)]
 
-    likeliest = written()
-    assert likeliest == written("--temp", "0", "--seed", "4")
-    drawn = written("--temp", "0.9", "--seed", "4")
-    assert drawn == written("--seed", "4", "--temp", "0.9")
-    others = (written("--temp", "0.9", "--seed", "5"), written("--temp", "0.3", "--seed", "4"))
-    assert drawn not in (likeliest, *others)
+    likeliest = answers_of()
+    assert likeliest == answers_of("--temp", "0", "--seed", "4")
+    sampled = answers_of("--temp", "0.9", "--seed", "4")
+    assert sampled == answers_of("--seed", "4", "--temp", "0.9")
+    other_answers = (answers_of("--temp", "0.9", "--seed", "5"), answers_of("--temp", "0.3", "--seed", "4"))
+    assert sampled not in (likeliest, *other_answers)
     # if answers are sampled in another way, there is another record
-    assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
+    assert answers_of("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + answers_of("--temp", "0.9")
 
 
 def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
     options = ("--policy", "full", "--limit", 1)
-    drawn = evaluate(tiny_chat, "qa", *options, "--temp", "0.5", "--seed", "3").stdout
-    assert drawn.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
+    output = evaluate(tiny_chat, "qa", *options, "--temp", "0.5", "--seed", "3").stdout
+    assert output.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
     assert evaluate(tiny_chat, "qa", *options).stdout.split("\n")[0].endswith(", full")
 
 
 @pytest.mark.parametrize(
-    ("task", "more", "said"),
+    ("task", "more", "message"),
     [
         ("choice", ["--temp", "0.5"], "choice takes no --temp: it samples no answers"),
         (
@@ -131,24 +131,24 @@ def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
         ("qa", ["--seed", "3"], "--seed has no effect without a temperature; add --temp T"),
     ],
 )
-def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
+def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, message):
     # none.gguf does not exist, but this error comes first
-    assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
+    assert f"kvtool: {message}\n" in evaluate("none.gguf", task, *more, code=2).stderr
 
 
 def test_intervals_are_computed_only_at_the_end(tiny_chat, monkeypatch):
-    drawn = []
+    intervals = []
 
     def item_interval(scores, *, are_hits):
-        drawn.append(1)
+        intervals.append(1)
         return 0, 1
 
     monkeypatch.setattr("kvtool.measure.statistics.item_interval", item_interval)
     counts = []
     for limit in (1, 2):
         evaluate(tiny_chat, "choice", "--budget", "64", "--limit", limit, files=["rte.jsonl"])
-        counts.append(len(drawn))
-        drawn.clear()
+        counts.append(len(intervals))
+        intervals.clear()
     assert counts[0] == counts[1] > 0
 
 
@@ -184,8 +184,8 @@ def reader_for(model, budget=64, *, chat=False, policy="h2o"):
 
 @pytest.fixture(scope="module")
 def model(tiny_chat):
-    with closing(Model(tiny_chat)) as opened:
-        yield opened
+    with closing(Model(tiny_chat)) as model:
+        yield model
 
 
 PROMPT = "the heron stood by the mill and the mill stood by the river " * 3

@@ -49,8 +49,8 @@ from kvtool.models.header import read
 from kvtool.models.layers import ONLY_FULL, Kind
 from kvtool.models.supported import unsupported
 from kvtool.policy import Signal, SignalRequest
-from tests.engine.running import open_engine, text
-from tests.engine.test_draft import N_DRAFT, told
+from tests.engine.exact_engines import open_engine, random_tokens
+from tests.engine.test_draft import N_DRAFT, decoded_logits
 
 ROUNDING = 1e-4
 """Tolerance: the largest allowed difference between results, divided by the results' standard deviation."""
@@ -86,8 +86,8 @@ def main() -> None:
         n_failed += any(result not in ("ok", "-") for result in results.values())
         outcomes = ", ".join(f"{name} {result}" for name, result in results.items())
         print(f"{path.stem:24} {outcomes}", flush=True)
-        if refused := _refused_policies(path):
-            print(f"{'':24} refused: {'; '.join(refused)}", flush=True)
+        if refused_policies := _refused_policies(path):
+            print(f"{'':24} refused: {'; '.join(refused_policies)}", flush=True)
     print(f"{n_run} run, {n_failed} of them fail")
     sys.exit(n_failed > 0)
 
@@ -104,14 +104,14 @@ def _refusal(path: Path) -> str | None:
 
 
 def _refused_policies(path: Path) -> list[str]:
-    refused = []
+    names = []
     for name in policies.names():
         try:
             with open_engine(path, policies.fit(name, 96, 8 if name != "full" else None)):
                 pass
         except KvtoolError as error:
-            refused.append(f"{name} ({error})")
-    return refused
+            names.append(f"{name} ({error})")
+    return names
 
 
 def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
@@ -123,31 +123,31 @@ def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
         return f"FAILS ({type(error).__name__}: {str(error)[:150]})"
 
 
-def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
+def _same(actual: np.ndarray, expected: np.ndarray, tolerance: float = 0.0) -> str:
     """Compare logits or NLLs.
 
     tolerance: allowed difference, divided by the results' standard deviation.
     """
-    assert np.isfinite(want).all(), "not finite"
-    assert np.isfinite(got).all(), "not finite"
-    assert want.std() > 0, "all are alike"
-    apart = float(np.abs(got - want).max() / want.std())
+    assert np.isfinite(expected).all(), "not finite"
+    assert np.isfinite(actual).all(), "not finite"
+    assert expected.std() > 0, "all are alike"
+    apart = float(np.abs(actual - expected).max() / expected.std())
     return "ok" if apart <= tolerance else f"FAILS ({apart:.2g})"
 
 
 def full(path: Path) -> str:
     for flash in ("off",) if read(path).architecture in NO_FLASH else ("off", "on"):
         with open_engine(path, policies.fit("full", 200, None), flash=flash) as engine:
-            tokens = text(100, n_vocab=engine.model.n_vocab)
+            tokens = random_tokens(100, n_vocab=engine.model.n_vocab)
             # MiniMax M3 gathers the cells that its index chooses, so its attention adds up in a different
             # order
             is_gathered = flash == "on" and engine.model.layers.of(Kind.INDEX)
             tolerance = ORDER if is_gathered else 0.0
             settings = EXACT | {"flash": flash}
             with closing(Decoder(engine.model, 256, 64, n_output=64, **settings)) as plain:
-                for at in range(0, len(tokens), 50):
-                    engine.step(tokens[at : at + 50], n_output=50)
-                    plain.decode(tokens[at : at + 50], at, 50)
+                for begin in range(0, len(tokens), 50):
+                    engine.step(tokens[begin : begin + 50], n_output=50)
+                    plain.decode(tokens[begin : begin + 50], begin, 50)
                     if (result := _same(engine.context.logits(), plain.logits(), tolerance)) != "ok":
                         return f"flash {flash}: {result}"
     return "ok"
@@ -172,8 +172,8 @@ def alike(path: Path) -> str:
         decoder.remove(n_first, n_first + n_gone)
         api.llama_memory_seq_add(decoder._memory, 0, 0, n_first, n_gone)
 
-    want, got = _then(path, n, n_more, remove, Decoder), _then(path, n, n_more, evict)
-    return _same(got, want, ROUNDING)
+    expected, actual = _then(path, n, n_more, remove, Decoder), _then(path, n, n_more, evict)
+    return _same(actual, expected, ROUNDING)
 
 
 def permuted(path: Path) -> str:
@@ -188,21 +188,21 @@ def permuted(path: Path) -> str:
         ]
         context.apply(np.array(moves, np.int32), n, 0)
 
-    want, got = (_then(path, n, n_more, edit) for edit in (lambda context: None, permute))
-    return _same(got, want, ORDER)
+    expected, actual = (_then(path, n, n_more, edit) for edit in (lambda context: None, permute))
+    return _same(actual, expected, ORDER)
 
 
 def ragged(path: Path) -> str:
     n, n_keep, n_more = 60, 40, 20
 
-    def chosen(context: Context) -> np.ndarray:
+    def selected(context: Context) -> np.ndarray:
         rng = np.random.default_rng(3)
         return np.stack([rng.permutation(n)[:n_keep] for _ in range(context.n_row)])
 
     def evict(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, cells in enumerate(chosen(context))
+            for row, cells in enumerate(selected(context))
             for dst, src in enumerate(cells.tolist())
         ]
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep)
@@ -210,34 +210,39 @@ def ragged(path: Path) -> str:
     def hide(context: Context) -> None:
         moves = [
             (row, dst, src, 0)
-            for row, cells in enumerate(chosen(context))
+            for row, cells in enumerate(selected(context))
             for dst, src in enumerate([*cells.tolist(), *np.setdiff1d(np.arange(n), cells).tolist()])
         ]
         n_keep_row = np.full(context.n_row, n_keep, np.int32)
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep, n_keep_row=n_keep_row)
 
-    want = _then(path, n, n_more, evict)
-    got = _then(path, n, n_more, hide, ragged=True)
+    expected = _then(path, n, n_more, evict)
+    actual = _then(path, n, n_more, hide, ragged=True)
     other = _then(path, n, n_more, lambda context: None)
-    assert np.abs(other - want).max() > 10 * np.abs(got - want).max(), "evictions change nothing"
-    return _same(got, want, ROUNDING)
+    assert np.abs(other - expected).max() > 10 * np.abs(actual - expected).max(), "evictions change nothing"
+    return _same(actual, expected, ROUNDING)
 
 
 def _then(
-    path: Path, n: int, n_more: int, edit: Callable[[Any], None], kind: type[Decoder] = Context, **how: Any
+    path: Path,
+    n: int,
+    n_more: int,
+    edit: Callable[[Any], None],
+    kind: type[Decoder] = Context,
+    **options: Any,
 ) -> np.ndarray:
     """Return the logits f32[n_more, n_vocab] after n tokens and an edit."""
     if kind is Context:
-        how["request"] = SignalRequest() if how else SignalRequest(reads=Signal.ATTENTION)
-    settings = {"n_output": N_BATCH, **EXACT, **how}
+        options["request"] = SignalRequest() if options else SignalRequest(reads=Signal.ATTENTION)
+    settings = {"n_output": N_BATCH, **EXACT, **options}
     with closing(Model(path)) as model, closing(kind(model, 256, N_BATCH, **settings)) as context:
-        tokens = text(n + n_more, n_vocab=model.n_vocab)
-        for at in range(0, n, N_BATCH):
-            context.decode(tokens[at : min(at + N_BATCH, n)], at, 0)
+        tokens = random_tokens(n + n_more, n_vocab=model.n_vocab)
+        for begin in range(0, n, N_BATCH):
+            context.decode(tokens[begin : min(begin + N_BATCH, n)], begin, 0)
         edit(context)
         parts = []
-        for at in range(n, n + n_more, 5):
-            context.decode(tokens[at : at + 5], at, 5)
+        for begin in range(n, n + n_more, 5):
+            context.decode(tokens[begin : begin + 5], begin, 5)
             parts.append(context.logits().copy())
         return np.concatenate(parts)
 
@@ -245,33 +250,33 @@ def _then(
 def graph(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
-        tokens = text(320, n_vocab=engine.model.n_vocab)
-        want = perplexity.stream(engine, tokens)
+        tokens = random_tokens(320, n_vocab=engine.model.n_vocab)
+        expected = perplexity.stream(engine, tokens)
     with open_engine(path, policy) as engine:
         engine.context.apply = partial(engine.context.apply, force_graph=True)
-        got = perplexity.stream(engine, tokens)
+        actual = perplexity.stream(engine, tokens)
         assert engine.n_restart > 0, "no key was turned"
-    return _same(got, want)
+    return _same(actual, expected)
 
 
 def saved(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
-        tokens = text(150, n_vocab=engine.model.n_vocab)
+        tokens = random_tokens(150, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:100])
         state = {name: array.copy() for name, array in engine.save()}
-        want = perplexity.stream(engine, tokens[100:])
+        expected = perplexity.stream(engine, tokens[100:])
     with open_engine(path, policy) as restored:
         perplexity.stream(restored, tokens[20:60])
         restored.restore(state)
-        got = perplexity.stream(restored, tokens[100:])
-    return _same(got, want)
+        actual = perplexity.stream(restored, tokens[100:])
+    return _same(actual, expected)
 
 
 def endless(path: Path) -> str:
     policy = policies.fit("tova", 96, 16)
     with open_engine(path, policy) as engine:
-        tokens = text(3 * engine.model.n_ctx_train, n_vocab=engine.model.n_vocab)
+        tokens = random_tokens(3 * engine.model.n_ctx_train, n_vocab=engine.model.n_vocab)
         nll = perplexity.stream(engine, tokens)
         assert engine.n_restart > 0, "positions did not start over"
         return "ok" if np.isfinite(nll).all() else "FAILS (not finite)"
@@ -284,8 +289,8 @@ def drafts(path: Path) -> str:
     logits = []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policies.fit("h2o", 48, 8), n_draft=N_DRAFT) as engine:
-            tokens = text(150, n_vocab=engine.model.n_vocab)
-            logits.append(np.array([*told(engine, tokens, rng)]))
+            tokens = random_tokens(150, n_vocab=engine.model.n_vocab)
+            logits.append(np.array([*decoded_logits(engine, tokens, rng)]))
     return _same(logits[1], logits[0], ORDER)
 
 
@@ -294,13 +299,17 @@ def rewound(path: Path) -> str:
     logits = []
     for n_later in (0, 60):
         with open_engine(path, policies.fit("full", 200, None)) as engine:
-            tokens = text(n + n_later, n_vocab=engine.model.n_vocab)
+            tokens = random_tokens(n + n_later, n_vocab=engine.model.n_vocab)
             engine.read(tokens[:n])
             engine.checkpoints.take()
             engine.read(tokens[n:])
             if n_later:
                 assert engine.rewind(n) == n
-            logits.append(np.array([*told(engine, text(n_more, seed=2, n_vocab=engine.model.n_vocab))]))
+            logits.append(
+                np.array(
+                    [*decoded_logits(engine, random_tokens(n_more, seed=2, n_vocab=engine.model.n_vocab))]
+                )
+            )
     return _same(logits[1], logits[0], ORDER)
 
 

@@ -115,8 +115,8 @@ def with_pip_by_name(place: Place, wheels: list[Path]) -> list[object]:
 def with_pipx(place: Place, wheels: list[Path]) -> list[object]:
     python = new_environment(place.folder / "tools")
     place.run(python, "-m", "pip", "install", "-q", "pipx")
-    ours, library = wheels
-    place.run(python, "-m", "pipx", "install", "--python", sys.executable, ours)
+    wheel, library = wheels
+    place.run(python, "-m", "pipx", "install", "--python", sys.executable, wheel)
     place.run(python, "-m", "pipx", "inject", "kvtool", library)
     return [place.folder / "home/.local/bin/kvtool"]
 
@@ -124,8 +124,8 @@ def with_pipx(place: Place, wheels: list[Path]) -> list[object]:
 def with_uv(place: Place, wheels: list[Path]) -> list[object]:
     python = new_environment(place.folder / "tools")
     place.run(python, "-m", "pip", "install", "-q", "uv")
-    ours, library = wheels
-    place.run(python.parent / "uv", "tool", "install", "-p", sys.executable, "--with", library, ours)
+    wheel, library = wheels
+    place.run(python.parent / "uv", "tool", "install", "-p", sys.executable, "--with", library, wheel)
     return [place.folder / "home/.local/bin/kvtool"]
 
 
@@ -146,8 +146,8 @@ def with_build(place: Place, wheels: list[Path]) -> list[object]:
     assert "problem: there is no llama.cpp yet\n  fix it with: kvtool build" in doctor
     listed = place.run(*kvtool, "models", "list", "--all", env={"COLUMNS": "200"})
     assert all(name in listed for name in registry()), listed
-    shown = json.loads(place.run(*kvtool, "policies", "--json"))
-    assert {policy["name"] for policy in shown} == set(policies.names()), shown
+    policy_list = json.loads(place.run(*kvtool, "policies", "--json"))
+    assert {policy["name"] for policy in policy_list} == set(policies.names()), policy_list
     env = {"KVTOOL_WHEELS": str(wheels[1].parent)}
     for start in ("installed: llama.cpp for ", "already installed: llama.cpp for "):
         (line,) = place.run(*kvtool, "build", env=env).splitlines()

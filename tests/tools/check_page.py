@@ -22,7 +22,17 @@ from pathlib import Path
 
 from playwright.sync_api import Dialog, expect, sync_playwright
 
-from tests.serve.browsing import Visitor, answer, done, launched, piece, refuse, send, server, wait_asked
+from tests.serve.browser import (
+    Visitor,
+    answer,
+    launch,
+    piece,
+    refuse,
+    send,
+    server,
+    wait_for_reply,
+    wait_for_request,
+)
 
 BAD = "<img src=x onerror=\"document.title='broken'\">"
 WHERE = r"([\d.]+ % in the cache, [\d.]+ % forgotten|each KV head keeps [\d.]+ %, [\d.]+ % is forgotten)"
@@ -48,12 +58,12 @@ def streams(visit: Visitor) -> None:
         page.keyboard.press("Enter")
         expect(page.locator(".user .body")).to_have_text("Tell me\nabout tea.", use_inner_text=True)
         expect(page.get_by_label("Message", exact=True)).to_have_value("")
-        seen: list[int] = []
+        lengths: list[int] = []
         while page.get_by_role("button", name="Stop").is_visible():
-            seen.append(len(page.locator(".assistant .body").text_content() or ""))
+            lengths.append(len(page.locator(".assistant .body").text_content() or ""))
             page.wait_for_timeout(20)
-        assert len(set(seen)) > 5, seen
-        assert seen == sorted(seen), seen
+        assert len(set(lengths)) > 5, lengths
+        assert lengths == sorted(lengths), lengths
         expect(page.locator(".assistant .foot")).to_have_text(STATUS)
         expect(page.get_by_role("button", name="Send")).to_be_visible()
 
@@ -99,11 +109,11 @@ def edit(visit: Visitor) -> None:
     The server restores this history from a snapshot.
     """
     with visit.page() as page:
-        asked = []
+        dialogs = []
 
         def reply(dialog: Dialog) -> None:
-            asked.append(dialog.message)
-            if len(asked) == 1:
+            dialogs.append(dialog.message)
+            if len(dialogs) == 1:
                 dialog.dismiss()
             else:
                 dialog.accept()
@@ -129,19 +139,19 @@ def edit(visit: Visitor) -> None:
         expect(page.locator("article")).to_have_count(6)
         assert responses == []
         area.press("Enter")
-        done(page)
-        assert asked == ["Delete all messages after this one?"] * 2
+        wait_for_reply(page)
+        assert dialogs == ["Delete all messages after this one?"] * 2
         expect(page.locator(".user .body")).to_have_text(["My name is Ann.", "I live in Rome."])
         expect(page.locator(".assistant")).to_have_count(2)
         messages = responses[0].request.post_data_json["messages"]
-        assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
+        assert [message["role"] for message in messages] == ["user", "assistant", "user"], messages
         assert messages[-1]["content"] == "I live in Rome."
         assert re.search(r'"cache_n": [1-9]', responses[0].text())
         # the last message has no later messages
         page.get_by_label("Edit your message").last.click()
         area.press("Enter")
-        done(page)
-        assert len(asked) == len(responses) == 2
+        wait_for_reply(page)
+        assert len(dialogs) == len(responses) == 2
 
 
 @check
@@ -152,9 +162,9 @@ def retry(visit: Visitor) -> None:
         send(page, "And more.")
         with page.expect_request("**/v1/chat/completions") as request:
             page.get_by_label("Write the reply again").last.click()
-        done(page)
+        wait_for_reply(page)
         messages = request.value.post_data_json["messages"]
-        assert [each["role"] for each in messages] == ["user", "assistant", "user"], messages
+        assert [message["role"] for message in messages] == ["user", "assistant", "user"], messages
         expect(page.locator("article")).to_have_count(4)
         expect(page.get_by_label("Write the reply again").first).to_be_hidden()
 
@@ -224,7 +234,7 @@ def held(visit: Visitor) -> None:
         assert set(levels) <= {f"s{n}" for n in range(9)}, levels
         titles = page.evaluate("[...document.querySelectorAll('#tokens .s3')].map((x) => x.title)")
         assert titles
-        assert all(re.fullmatch(r"held by [\d.]+ % of the rows", each) for each in titles), titles
+        assert all(re.fullmatch(r"held by [\d.]+ % of the rows", title) for title in titles), titles
         tokens.focus()
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowLeft")
@@ -282,21 +292,21 @@ def reading(visit: Visitor) -> None:
         expect(thought.locator("p")).to_be_visible()
         expect(page.locator(".assistant .body")).to_have_text("yes")
         send(page, "more", wait=False)
-        assert page.evaluate("asked.at(-1).body.messages[1]") == {"role": "assistant", "content": "yes"}
+        assert page.evaluate("requests.at(-1).body.messages[1]") == {"role": "assistant", "content": "yes"}
 
 
 @check
 def files(visit: Visitor) -> None:
     """Text files are added to the message, with their sizes. Other files are refused by name."""
     with visit.page(fake=True) as page:
-        chosen = page.locator("#file")
+        file_input = page.locator("#file")
         long = "tea\r\n```\ncake\n```\n" * 100
         notes = {"name": "notes.txt", "mimeType": "text/plain", "buffer": long.encode()}
         wide = {"name": "wide.txt", "mimeType": "text/plain", "buffer": "\ufeff\u00e9\n".encode("utf-16-le")}
-        chosen.set_input_files([notes, wide])
+        file_input.set_input_files([notes, wide])
         items = page.get_by_label("Attached files").locator("li")
         expect(items).to_have_text(["notes.txt, 1.8 KiB\u00d7", "wide.txt, 6 B\u00d7"])
-        chosen.set_input_files(
+        file_input.set_input_files(
             [
                 {"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\0\0"},
                 {"name": "big.log", "mimeType": "text/plain", "buffer": b"x" * (3 * 2**20)},
@@ -313,7 +323,7 @@ def files(visit: Visitor) -> None:
         expect(page.locator(".user .files li")).to_have_text(["notes.txt, 1.8 KiB"])
         expect(page.locator(".user .body")).to_have_text("What is in it?")
         expect(items).to_have_count(0)
-        (message,) = page.evaluate("asked[0].body.messages")
+        (message,) = page.evaluate("requests[0].body.messages")
         text = long.replace("\r\n", "\n")
         assert message["content"] == f"notes.txt:\n````\n{text}````\n\nWhat is in it?", message["content"][
             :90
@@ -324,15 +334,15 @@ def files(visit: Visitor) -> None:
         page.get_by_label("Edit your message").click()
         page.locator(".editing textarea").fill("And now?")
         page.locator(".editing textarea").press("Enter")
-        wait_asked(page, 1)
-        (message,) = page.evaluate("asked[0].body.messages")
+        wait_for_request(page, 1)
+        (message,) = page.evaluate("requests[0].body.messages")
         assert message["content"].endswith("````\n\nAnd now?")
         # a message may consist of only a file
         page.get_by_role("button", name="New chat").click()
-        chosen.set_input_files([notes])
+        file_input.set_input_files([notes])
         page.get_by_role("button", name="Send").click()
-        wait_asked(page, 2)
-        assert page.evaluate("asked[1].body.messages[0].content").startswith("notes.txt:")
+        wait_for_request(page, 2)
+        assert page.evaluate("requests[1].body.messages[0].content").startswith("notes.txt:")
         expect(page.get_by_label("Chats", exact=True).locator("li button").first).to_have_text("notes.txt")
 
 
@@ -427,18 +437,18 @@ def errors(visit: Visitor) -> None:
     """Each error is shown as one plain line with a button for a retry."""
     with visit.page(fake=True) as page:
         foot = page.locator(".foot").last
-        again = page.locator(".foot").get_by_role("button", name="Retry")
+        retry_button = page.locator(".foot").get_by_role("button", name="Retry")
         send(page, "hi", wait=False)
         refuse(page, 429, "the queue is full (64 waiting); try again later")
         expect(foot).to_have_text("The queue is full (64 waiting); try again laterRetry")
         visit.shot(page, "error")
-        again.click()
+        retry_button.click()
         page.evaluate("lose()")
         expect(foot).to_contain_text("There is no connection to the server")
-        again.click()
+        retry_button.click()
         page.evaluate("refuse(502, '<html>bad gateway')")
         expect(foot).to_contain_text("The server answered with status 502")
-        again.click()
+        retry_button.click()
         piece(page, "half", first=True)
         page.evaluate("end()")
         expect(foot).to_have_text("The connection was lost before the reply ended")
@@ -448,7 +458,7 @@ def errors(visit: Visitor) -> None:
         expect(foot).to_have_text("It has failedRetry")
         # a message that got no reply is sent again together with the next message
         send(page, "there", wait=False)
-        assert page.evaluate("asked.at(-1).body.messages") == [{"role": "user", "content": "hi\n\nthere"}]
+        assert page.evaluate("requests.at(-1).body.messages") == [{"role": "user", "content": "hi\n\nthere"}]
 
 
 @check
@@ -458,7 +468,7 @@ def loading(visit: Visitor) -> None:
         send(page, "hi", wait=False)
         refuse(page, 503, "the model is being loaded")
         expect(page.locator(".foot").last).to_have_text("The model is being loaded ...")
-        wait_asked(page, 2)
+        wait_for_request(page, 2)
         piece(page, "yes", first=True, end=True)
         expect(page.locator(".assistant .body")).to_have_text("yes")
 
@@ -478,8 +488,8 @@ def keys(visit: Visitor) -> None:
         refuse(page, 401, "the API key is wrong or missing")
         page.get_by_label("API key (kept").fill("secret")
         page.keyboard.press("Enter")
-        wait_asked(page, 3)
-        assert page.evaluate("asked[2].headers.Authorization") == "Bearer secret"
+        wait_for_request(page, 3)
+        assert page.evaluate("requests[2].headers.Authorization") == "Bearer secret"
         assert page.evaluate("sessionStorage['kvtool.key']") == "secret"
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
 
@@ -498,13 +508,13 @@ def settings(visit: Visitor) -> None:
         page.keyboard.press("Escape")
         page.reload()
         send(page, "more", wait=False)
-        body = page.evaluate("asked[0].body")
+        body = page.evaluate("requests[0].body")
         assert (body["temperature"], body["max_tokens"]) == (0.5, 77)
-        assert [each["role"] for each in body["messages"]] == ["user", "assistant", "user"]
+        assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
         assert "kvtool" not in body
         page.get_by_role("button", name="New chat").click()
         send(page, "new", wait=False)
-        messages = page.evaluate("asked[1].body.messages")
+        messages = page.evaluate("requests[1].body.messages")
         assert messages[0] == {"role": "system", "content": "Be brief."}, messages
 
 
@@ -554,19 +564,26 @@ def keyboard(visit: Visitor) -> None:
         send(page, "hi", wait=False)
         piece(page, "```\nx\n```", first=True, end=True)
         page.get_by_label("Copy the reply").wait_for()
-        seen = set()
+        labels = set()
         for _ in range(25):
             page.keyboard.press("Tab")
-            seen.add(
+            labels.add(
                 page.evaluate(
                     "(document.activeElement.ariaLabel || document.activeElement.labels?.[0]?.textContent"
                     " || document.activeElement.textContent).trim().slice(0, 40)"
                 )
             )
-        wanted = {"New chat", "Export this chat", "Attach a file", "hi", "Delete the chat: hi", "Settings"}
-        wanted |= {"Chat", "Copy your message", "Edit your message", "Copy code", "Copy the reply"}
-        wanted |= {"Write the reply again", "Message", "Send", "What is held", "Plain text"}
-        assert wanted <= seen, wanted - seen
+        expected_labels = {
+            "New chat",
+            "Export this chat",
+            "Attach a file",
+            "hi",
+            "Delete the chat: hi",
+            "Settings",
+        }
+        expected_labels |= {"Chat", "Copy your message", "Edit your message", "Copy code", "Copy the reply"}
+        expected_labels |= {"Write the reply again", "Message", "Send", "What is held", "Plain text"}
+        assert expected_labels <= labels, expected_labels - labels
         nameless = page.evaluate(
             "[...document.querySelectorAll('button, input, textarea')].filter((x) => !x.ariaLabel"
             " && !x.labels?.[0]?.textContent && !x.textContent.trim()).map((x) => x.outerHTML)"
@@ -601,7 +618,7 @@ def main() -> int:
     failed = 0
     with server(args.model) as site, sync_playwright() as playwright:
         expect.set_options(timeout=20_000)
-        visit = Visitor(launched(playwright), site, args.shots)
+        visit = Visitor(launch(playwright), site, args.shots)
         for name in names:
             began = time.monotonic()
             try:

@@ -51,12 +51,12 @@ def work(out, *paths):
 
     (out / "library").write_text(f"{api._lib._name}\n{hasattr(api._lib, 'llama_kvtool_abi')}")
     api.llama_backend_init()
-    at, loaded = -1, None
+    i_model, loaded = -1, None
     for number, (model, *case) in enumerate(cases(paths)):
-        if model != at:
+        if model != i_model:
             api.llama_model_free(loaded)
-            how = api.llama_model_default_params()
-            at, loaded = model, api.llama_model_load_from_file(os.fsencode(paths[model]), how)
+            params = api.llama_model_default_params()
+            i_model, loaded = model, api.llama_model_load_from_file(os.fsencode(paths[model]), params)
         np.save(out / f"{number}.npy", logits(api, loaded, *case))
 
 
@@ -73,10 +73,10 @@ def logits(api, model, flash, type_k, type_v, n_batch):
     context = api.llama_init_from_model(model, params)
     batch = api.llama_batch_init(n_batch, 0, 1)
     parts = []
-    for at in range(0, N_TOKENS, n_batch):
+    for begin in range(0, N_TOKENS, n_batch):
         batch.n_tokens = n_batch
         for i in range(n_batch):
-            batch.token[i], batch.pos[i], batch.logits[i] = tokens[at + i], at + i, True
+            batch.token[i], batch.pos[i], batch.logits[i] = tokens[begin + i], begin + i, True
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         if api.llama_decode(context, batch):
             sys.exit("llama.cpp cannot decode")
@@ -125,18 +125,18 @@ def compare(site, archs):
             paths += [path for path in sorted(archs.glob("*.gguf")) if not unsupported(read(path))]
         names = [*MODELS, *(path.stem for path in paths[len(MODELS) :])]
         sides = {}
-        for name, where, wanted in (("stock", site, False), ("patched", None, True)):
-            path, patched = run(folder / name, where, paths)
-            if patched != wanted:
+        for name, folder_of_library, is_patched in (("stock", site, False), ("patched", None, True)):
+            path, patched = run(folder / name, folder_of_library, paths)
+            if patched != is_patched:
                 sys.exit(f"{path} is {'patched' if patched else 'not patched'}; it was to be the {name} one")
             print(f"{name}: {path}")
             sides[name] = folder / name
         n_different = 0
         for number, (model, flash, type_k, type_v, batch) in enumerate(cases(paths)):
-            stock, ours = (np.load(side / f"{number}.npy") for side in sides.values())
-            same = stock.tobytes() == ours.tobytes()
+            stock_logits, logits = (np.load(side / f"{number}.npy") for side in sides.values())
+            same = stock_logits.tobytes() == logits.tobytes()
             n_different += not same
-            verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
+            verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock_logits - logits).max():.3g}"
             print(f"{names[model]:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
         return n_different
 

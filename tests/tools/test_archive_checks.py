@@ -20,7 +20,7 @@ import pytest
 from kvtool.build import sources
 from kvtool.llama.libllama.bindings import lib
 from kvtool.system.paths import cache_dir
-from tests.held import PATIENCE_S
+from tests.blocking_policy import TIMEOUT_S
 
 SRC = sources.patches_dir() / "src"
 CHECKS = Path(__file__).with_name("archive_checks.cpp")
@@ -53,14 +53,14 @@ def program(tmp_path_factory):
     digest = hashlib.sha256(f"{libraries} {COMPILER}".encode())
     for path in inputs:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    kept = cache_dir() / "archive_checks" / digest.hexdigest()[:16]
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    program_path = cache_dir() / "archive_checks" / digest.hexdigest()[:16]
+    if not program_path.exists():
+        program_path.parent.mkdir(parents=True, exist_ok=True)
         # runs at the same time write equal programs: the last one stays
-        part = kept.with_suffix(f".{os.getpid()}")
+        part = program_path.with_suffix(f".{os.getpid()}")
         compile_checks(tmp_path_factory.mktemp("archive"), libraries, part)
-        part.replace(kept)
-    return kept
+        part.replace(program_path)
+    return program_path
 
 
 def compile_checks(folder: Path, libraries: Path, path: Path) -> None:
@@ -78,15 +78,15 @@ def compile_checks(folder: Path, libraries: Path, path: Path) -> None:
     objects = []
     for name, text in (("archive", library), ("checks", f'#include "{CHECKS}"\n')):
         objects.append(folder / f"{name}.o")
-        subprocess.run([*command, "-o", objects[-1]], input=text, text=True, check=True, timeout=PATIENCE_S)
+        subprocess.run([*command, "-o", objects[-1]], input=text, text=True, check=True, timeout=TIMEOUT_S)
     link = [f"-L{libraries}", "-lggml", "-lggml-base", f"-Wl,-rpath,{libraries}", "-pthread"]
-    subprocess.run([COMPILER, *objects, *link, "-o", path], check=True, timeout=PATIENCE_S)
+    subprocess.run([COMPILER, *objects, *link, "-o", path], check=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_archive_check_passes(program, name):
     command = [program, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

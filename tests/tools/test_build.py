@@ -28,7 +28,7 @@ from kvtool.cli import app
 from kvtool.errors import LibraryError, UsageError
 from kvtool.kernels import load
 from kvtool.system import paths
-from tests import forked
+from tests import fork_server
 
 PATCHES = Path(__file__).parents[2] / "patches"
 DIGESTED = ("hooks.patch", "src/a.h", "src/b.cpp")
@@ -158,15 +158,15 @@ def test_pip_does_not_use_its_own_wheel_cache(place, tmp_path):
 
 def test_progress_without_a_terminal_prints_a_line_per_tenth(place, capfd):
     build.build(place, "")
-    shown = [line.strip() for line in capfd.readouterr().err.splitlines() if "/100" in line]
-    assert shown == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
+    lines = [line.strip() for line in capfd.readouterr().err.splitlines() if "/100" in line]
+    assert lines == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
 
 
 def test_progress_on_a_terminal_is_one_line(place, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     build.build(place, "")
-    shown = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
-    assert shown.endswith("100/100 [####################]")
+    line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
+    assert line.endswith("100/100 [####################]")
 
 
 def test_failed_build_names_errors_and_log_and_keeps_no_wheel(place, tmp_path, monkeypatch):
@@ -185,14 +185,14 @@ def test_message_after_a_cmake_error_is_shown(place, monkeypatch):
     build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
     pip = "  error: subprocess-exited-with-error\n  ERROR: Failed building wheel for x\n" * 4
-    says = "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply\n"
-    monkeypatch.setenv("SAYS", says + pip)
+    message = "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply\n"
+    monkeypatch.setenv("SAYS", message + pip)
     with pytest.raises(LibraryError, match="kvtool: the patch does not apply"):
         build.build(place, "")
 
 
 @pytest.mark.parametrize(
-    ("says", "why"),
+    ("message", "reason"),
     [
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("ERROR: Could not find a version that satisfies x (from versions: none)", "there is no network"),
@@ -200,12 +200,12 @@ def test_message_after_a_cmake_error_is_shown(place, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("has_source", [False, True])
-def test_known_build_failures_are_explained_in_one_line(place, monkeypatch, says, why, has_source):
+def test_known_build_failures_are_explained_in_one_line(place, monkeypatch, message, reason, has_source):
     if has_source:
         build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
-    monkeypatch.setenv("SAYS", f"{says}\nERROR: failed")
-    with pytest.raises(LibraryError, match=why) as caught:
+    monkeypatch.setenv("SAYS", f"{message}\nERROR: failed")
+    with pytest.raises(LibraryError, match=reason) as caught:
         build.build(place, "")
     assert "\n" not in str(caught.value)
     assert ("did not build" if has_source else "could not be downloaded") in str(caught.value)
@@ -338,14 +338,14 @@ def test_missing_compiler_is_reported_in_one_line(tmp_path):
     env = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
     root = Path(__file__).parents[2]
     for path, message in ((str(tmp_path), "C++ compiler"), (env["PATH"], "")):
-        done = forked.run_python("-c", script, env={**env, "PATH": path}, cwd=root)
+        done = fork_server.run_python("-c", script, env={**env, "PATH": path}, cwd=root)
         assert done.stderr == ""
         assert message in done.stdout
         assert len(done.stdout.splitlines()) == bool(message)
 
 
 @pytest.mark.parametrize(
-    ("cmake_args", "said"),
+    ("cmake_args", "message"),
     [
         ("-DGGML_CUDA=on", "no nvcc, .*CUDACXX"),
         ("-DGGML_CUDA:BOOL=ON -DX=1", "no nvcc"),
@@ -355,17 +355,17 @@ def test_missing_compiler_is_reported_in_one_line(tmp_path):
         ("-DGGML_CUDA=on -DGGML_CUDA=off", None),
     ],
 )
-def test_missing_tools_of_a_device_are_reported_before_the_build(tmp_path, monkeypatch, cmake_args, said):
+def test_missing_tools_of_a_device_are_reported_before_the_build(tmp_path, monkeypatch, cmake_args, message):
     monkeypatch.setattr(needs, "_runs", lambda program: program not in ("nvcc", "glslc"))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
     monkeypatch.delenv("VULKAN_SDK", raising=False)
     monkeypatch.delenv("CUDACXX", raising=False)
-    if said is None:
+    if message is None:
         CHECK_TOOLS(cmake_args)
         return
-    with pytest.raises(LibraryError, match=said) as caught:
+    with pytest.raises(LibraryError, match=message) as caught:
         CHECK_TOOLS(cmake_args)
     assert "\n" not in str(caught.value)
 
@@ -393,7 +393,7 @@ def kvtool_build(place, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "built"),
+    ("arguments", "cmake_args", "built"),
     [
         (["--cuda"], None, "-DGGML_CUDA=on"),
         (["--vulkan", "--cuda"], "", "-DGGML_CUDA=on -DGGML_VULKAN=on"),
@@ -408,13 +408,13 @@ def kvtool_build(place, tmp_path, monkeypatch):
     ],
 )
 def test_command_builds_with_the_given_flags_and_remembers_them(
-    kvtool_build, monkeypatch, arguments, given, built
+    kvtool_build, monkeypatch, arguments, cmake_args, built
 ):
     monkeypatch.setenv("CMAKE_ARGS", "-DFIRST=1")
     assert kvtool_build().exit_code == 0
     monkeypatch.delenv("CMAKE_ARGS")
-    if given is not None:
-        monkeypatch.setenv("CMAKE_ARGS", given)
+    if cmake_args is not None:
+        monkeypatch.setenv("CMAKE_ARGS", cmake_args)
     done = kvtool_build(*arguments)
     assert done.exit_code == 0, done.output
     words = f" with {built}" if built else ""
@@ -429,9 +429,13 @@ def test_cpu_build_on_a_mac_turns_metal_off(monkeypatch):
     assert flags.device_args(["metal"]) == "-DGGML_METAL=on"
 
 
-@pytest.mark.parametrize(("arguments", "given"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")])
-def test_cpu_together_with_a_device_is_a_usage_error(kvtool_build, monkeypatch, tmp_path, arguments, given):
-    monkeypatch.setenv("CMAKE_ARGS", given)
+@pytest.mark.parametrize(
+    ("arguments", "cmake_args"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")]
+)
+def test_cpu_together_with_a_device_is_a_usage_error(
+    kvtool_build, monkeypatch, tmp_path, arguments, cmake_args
+):
+    monkeypatch.setenv("CMAKE_ARGS", cmake_args)
     done = kvtool_build(*arguments)
     assert done.exit_code == UsageError.exit_code
     assert done.stderr.count("\n") == 1
@@ -465,7 +469,7 @@ def test_make_setup_refuses_an_old_python_and_makes_no_venv(tmp_path):
     old = tmp_path / "old-python"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    done = forked.run(["make", "setup", f"PYTHON={old}"], cwd=tmp_path)
+    done = fork_server.run(["make", "setup", f"PYTHON={old}"], cwd=tmp_path)
     assert done.returncode != 0
     assert "Python 3.10 or newer" in done.stderr
     assert not (tmp_path / ".venv").exists()

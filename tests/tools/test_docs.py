@@ -206,11 +206,11 @@ def test_every_path_in_tree_md_exists():
 
 @pytest.mark.parametrize("folder", ["kvtool", "."])
 def test_tree_md_names_every_entry_of_a_folder(folder):
-    shown = set(tree_paths())
+    paths = set(tree_paths())
     generated = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
     for path in (ROOT / folder).iterdir():
         if path.name not in generated and not path.name.startswith("."):
-            assert path in shown, path.name
+            assert path in paths, path.name
 
 
 def test_manual_build_in_the_patch_readme_uses_the_flags_of_setup():

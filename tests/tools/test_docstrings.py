@@ -43,15 +43,15 @@ def texts(tree):
 
 def test_docstrings_name_only_existing_things():
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-    classes, bases, known = {}, {}, set(dir(builtins))
+    classes, bases, names = {}, {}, set(dir(builtins))
     for node in chain.from_iterable(map(ast.walk, trees.values())):
         if isinstance(node, ast.ClassDef):
             classes.setdefault(node.name, set()).update(members(node))
             bases.setdefault(node.name, set()).update(getattr(base, "id", "") for base in node.bases)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            known.add(node.name)
+            names.add(node.name)
         if isinstance(node, (ast.Name, ast.arg, ast.Attribute)):
-            known.add(getattr(node, "id", None) or getattr(node, "arg", None) or node.attr)
+            names.add(getattr(node, "id", None) or getattr(node, "arg", None) or node.attr)
 
     def has(name, member):
         return member in classes.get(name, ()) or any(has(base, member) for base in bases.get(name, ()))
@@ -61,4 +61,4 @@ def test_docstrings_name_only_existing_things():
             assert name not in classes or has(name, member), f"{path}: {name}.{member}"
         errors = r"\b[A-Z][a-z]\w*(?:Error|Context|Policy|End|OfMemory)\b"
         for name in re.findall(rf"{errors}|(?<=`)[A-Za-z_]+(?=`)", text):
-            assert name in known, f"{path}: {name}"
+            assert name in names, f"{path}: {name}"

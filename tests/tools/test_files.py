@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvtool.system import files
-from tests import forked
-from tests.held import PATIENCE_S
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
 
 
 @contextmanager
@@ -42,9 +42,9 @@ def test_a_full_disk_leaves_the_old_file_or_none(tmp_path, old):
         path.write_bytes(old)
     with full_after(1000), pytest.raises(OSError, match="File too large"):
         files.write(path, b"x" * 5000)
-    assert [each.read_bytes() for each in tmp_path.iterdir()] == [old][old is None :]
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [old][old is None :]
     files.write(path, b"new")
-    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"new"]
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [b"new"]
 
 
 def test_a_file_keeps_its_permissions_and_a_link_its_target(tmp_path):
@@ -64,17 +64,17 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     files.write(pipe, b"through")
-    assert reader.communicate(timeout=PATIENCE_S)[0] == b"through"
-    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+    assert reader.communicate(timeout=TIMEOUT_S)[0] == b"through"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_user_files_are_written_only_by_system_files():
     # these files are exceptions: they write only to temporary folders or to the folder of downloaded models
-    others = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py"}
+    other_files = {"link.py", "sources.py", "eval.py", "download.py", "fetch.py", "web.py"}
     for path in Path(files.__file__).parent.parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         calls = re.findall(r"\.write_(?:bytes|text)\(|open\(\"w|savefig\(.*", text)
-        if path.name not in {*others, "files.py"}:
+        if path.name not in {*other_files, "files.py"}:
             assert all(call.startswith("savefig(out,") for call in calls), (path, calls)
 
 
@@ -164,7 +164,7 @@ def test_held_lock_raises_without_wait_and_blocks_with_wait(tmp_path):
         pass
     holder.stdin.close()
     with files.locked(lock):
-        assert holder.wait(PATIENCE_S) == 0
+        assert holder.wait(TIMEOUT_S) == 0
     holder.stdout.close()
     assert not lock.exists()
 
@@ -181,7 +181,7 @@ def test_a_lock_of_a_killed_process_is_free(tmp_path):
         "import os, sys\nfrom pathlib import Path\nfrom kvtool.system.files import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), 9)\n"
     )
-    assert forked.run_python("-c", code, lock).returncode == -9
+    assert fork_server.run_python("-c", code, lock).returncode == -9
     with files.locked(lock, wait=False):
         pass
     assert not lock.exists()

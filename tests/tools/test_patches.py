@@ -16,7 +16,7 @@ import pytest
 
 from kvtool.build import sources
 from kvtool.errors import LibraryError
-from tests import forked
+from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
 PATCHES = ROOT / "patches"
@@ -101,8 +101,8 @@ def test_patch_files_are_ascii(name):
 
 
 def test_manifest_names_every_kvtool_file_once():
-    ours = [path.relative_to(PATCHES).as_posix() for path in SRC.rglob("*") if path.is_file()]
-    assert sorted(MANIFEST) == sorted(["hooks.patch", *ours])
+    paths = [path.relative_to(PATCHES).as_posix() for path in SRC.rglob("*") if path.is_file()]
+    assert sorted(MANIFEST) == sorted(["hooks.patch", *paths])
 
 
 def test_kvtool_files_have_no_circular_includes():
@@ -378,7 +378,7 @@ def configure(source: Path, *flags: str) -> subprocess.CompletedProcess:
     include = source.parent / "patches" / "apply.cmake"
     command = ["cmake", "-G", "Unix Makefiles", "-S", source, "-B", source / "build"]
     command += [f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={include}", f"-DPython3_EXECUTABLE={sys.executable}"]
-    return forked.run([*command, *flags])
+    return fork_server.run([*command, *flags])
 
 
 @needs_cmake
@@ -397,7 +397,7 @@ def test_cmake_applies_the_patch_and_writes_the_same_digest_as_python(tmp_path):
 
 @needs_cmake
 @pytest.mark.parametrize(
-    ("file", "content", "why"),
+    ("file", "content", "reason"),
     [
         (
             "source distribution/vendor/llama.cpp/src/a.cpp",
@@ -408,7 +408,7 @@ def test_cmake_applies_the_patch_and_writes_the_same_digest_as_python(tmp_path):
         *((f"patches/{name}", None, f"{name} is missing") for name in ("MANIFEST", "hooks.patch", *OURS)),
     ],
 )
-def test_cmake_fails_if_the_patch_is_not_applied(tmp_path, file, content, why):
+def test_cmake_fails_if_the_patch_is_not_applied(tmp_path, file, content, reason):
     source = project(tmp_path)
     if content:
         (tmp_path / file).write_text(content)
@@ -416,7 +416,7 @@ def test_cmake_fails_if_the_patch_is_not_applied(tmp_path, file, content, why):
         (tmp_path / file).unlink()
     done = configure(source)
     assert done.returncode != 0
-    assert re.search(why, " ".join(done.stderr.split()))
+    assert re.search(reason, " ".join(done.stderr.split()))
 
 
 @needs_cmake

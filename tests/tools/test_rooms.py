@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvtool"
@@ -156,14 +156,14 @@ def test_circular_imports_are_found(tmp_path, back):
 def test_build_imports_only_the_standard_library():
     # with -S, Python does not find the packages of the environment
     code = "import sys; sys.path.insert(0, sys.argv[1]); import kvtool.build.__main__, kvtool.build.kernels"
-    done = forked.run_python("-S", "-c", code, str(ROOT))
+    done = fork_server.run_python("-S", "-c", code, str(ROOT))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_python_older_than_3_10_can_import_the_build():
     """Files that a build imports must not evaluate `Path | None`, because Python before 3.10 cannot."""
     code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
-    done = forked.run_python("-c", code, cwd=ROOT, check=True)
+    done = fork_server.run_python("-c", code, cwd=ROOT, check=True)
     for path in FILES:
         if module_of(path) in done.stdout.split():
             text = path.read_text(encoding="utf-8")
@@ -175,5 +175,5 @@ def test_all_functions_except_kernels_have_return_annotations():
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and not (node.returns or node.name == "__init__"):
-                made_by = [ast.unparse(each) for each in node.decorator_list]
+                made_by = [ast.unparse(decorator) for decorator in node.decorator_list]
                 assert any(each.startswith("kernel(") for each in made_by), f"{path}: {node.name}"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from tests import forked
+from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_wheel_contains_the_package_the_patch_files_models_txt_and_the_web_page(tmp_path):
-    forked.run_python("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=ROOT, check=True)
+    fork_server.run_python("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=ROOT, check=True)
     (path,) = tmp_path.glob("kvtool-*.whl")
-    tracked = forked.run(["git", "ls-files", "kvtool", "patches"], cwd=ROOT, check=True).stdout.splitlines()
+    tracked = fork_server.run(
+        ["git", "ls-files", "kvtool", "patches"], cwd=ROOT, check=True
+    ).stdout.splitlines()
     files = {name if name.startswith("kvtool/") else f"kvtool/{name}": ROOT / name for name in tracked}
     files["kvtool/models.txt"] = ROOT / "models.txt"
     with zipfile.ZipFile(path) as wheel:

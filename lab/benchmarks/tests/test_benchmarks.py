@@ -17,7 +17,7 @@ from kvtool import policies
 from kvtool.measure import perplexity
 from lab.benchmarks import tools
 from lab.benchmarks.common import mcnemar
-from tests.engine.running import open_engine
+from tests.engine.exact_engines import open_engine
 
 FOLDER = Path(__file__).parents[1]
 PROGRAMS = [path for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]

@@ -8,13 +8,13 @@ import pytest
 from kvtool import policies
 from kvtool.measure import perplexity
 from lab.papers.fading import MERGES, Rule, attend, nll
-from tests.engine.running import TOLERANCE, open_engine, text
+from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
 from tests.reference import models
 
 
 @pytest.mark.parametrize("name", ["h2o", "roco", "streamingllm"])
 def test_a_rule_without_means_is_the_policy(tiny_model, name):
-    path, tokens, budget = tiny_model(), text(130), 60
+    path, tokens, budget = tiny_model(), random_tokens(130), 60
     with open_engine(path, policies.fit(name, budget, 1)) as engine:
         want = perplexity.stream(engine, tokens)
     actual = nll(models.load(path), tokens, Rule.parse(name), budget)
@@ -22,7 +22,7 @@ def test_a_rule_without_means_is_the_policy(tiny_model, name):
 
 
 def test_no_rule_is_the_full_cache(tiny_model):
-    path, tokens = tiny_model(), text(120)
+    path, tokens = tiny_model(), random_tokens(120)
     with open_engine(path, policies.fit("full", 128)) as engine:
         want = perplexity.stream(engine, tokens)
     assert nll(models.load(path), tokens, None, 0) == pytest.approx(want, abs=10 * TOLERANCE)

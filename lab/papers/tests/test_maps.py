@@ -16,7 +16,7 @@ from kvtool.models.layers import Kind
 from lab.papers.maps import __main__ as command
 from lab.papers.maps import measure as maps
 from lab.papers.maps.observe import Observed, observe
-from tests.engine.running import TOLERANCE, text
+from tests.engine.exact_engines import TOLERANCE, random_tokens
 from tests.reference import models, transformer
 
 N = 90
@@ -96,7 +96,7 @@ def tiny_path(name, folder):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
-    path, tokens = tiny_path(name, tmp_path), text(N)
+    path, tokens = tiny_path(name, tmp_path), random_tokens(N)
     want = of_twin(path, tokens)
     is_mla = name == "deepseek2"
     wanted = [Observed.ATTENTION] if is_mla else list(Observed)
@@ -120,7 +120,7 @@ def test_what_is_observed_is_what_the_transformer_computes(name, tmp_path):
 
 
 def test_keys_before_rope_are_others_than_those_behind_it(tiny_model):
-    arrays, _ = of_llama(tiny_model(), text(N))
+    arrays, _ = of_llama(tiny_model(), random_tokens(N))
     before, after = (arrays[what][1] for what in (Observed.KEYS_BEFORE, Observed.KEYS))
     # RoPE rotates position 0 by an angle of 0
     assert np.array_equal(before[:, 0], after[:, 0])
@@ -136,7 +136,7 @@ def test_what_a_visitor_raises_ends_the_reading(tiny_model, capfd, error):
         raise error
 
     with pytest.raises(type(error)):
-        observe(model, text(20), [Observed.ATTENTION], [0, 1], visit, 1)
+        observe(model, random_tokens(20), [Observed.ATTENTION], [0, 1], visit, 1)
     model.close()
     assert seen == [(0, 0)]
     assert capfd.readouterr().err == ""
@@ -145,7 +145,7 @@ def test_what_a_visitor_raises_ends_the_reading(tiny_model, capfd, error):
 def test_a_layer_that_llama_does_not_show_is_an_error(tiny_model):
     model = Model(tiny_model())
     with pytest.raises(ModelError, match="llama.cpp shows no attention of layer 7 of"):
-        observe(model, text(20), [Observed.ATTENTION], [0, 7], lambda *arrays: None, 1)
+        observe(model, random_tokens(20), [Observed.ATTENTION], [0, 7], lambda *arrays: None, 1)
     model.close()
 
 
@@ -212,7 +212,7 @@ def test_chance_is_that_of_a_query_drawn_among_the_earlier_ones():
 
 
 def test_the_maps_are_those_of_the_transformer(tiny_model):
-    path, tokens = tiny_model(), text(N)
+    path, tokens = tiny_model(), random_tokens(N)
     want, model = of_twin(path, tokens), Model(path)
     reading = maps.Reading(model, tokens, 1)
     places = [(0, 3), (1, 0)]

@@ -22,7 +22,7 @@ from lab.papers.merging import VARIANTS, Variant
 from lab.papers.one_merge import average_of, one_merge, rows
 from lab.papers.tests.test_maps import Watched
 from tests import tiny, tiny_kinds
-from tests.engine.running import open_engine, text
+from tests.engine.exact_engines import open_engine, random_tokens
 from tests.reference import models
 
 FOLDER = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_a_model_without_groups_is_the_same_function_with_more_rows(monkeypatch,
     nll, rows = [], []
     for each in (grouped, path):
         with open_engine(each, policies.fit("full", 64)) as engine:
-            nll.append(perplexity.stream(engine, text(60)))
+            nll.append(perplexity.stream(engine, random_tokens(60)))
             rows.append(len(engine.context.row_layers))
     assert rows[1] == rows[0] * 2
     assert nll[1] == pytest.approx(nll[0], abs=1e-5)
@@ -73,7 +73,7 @@ def test_a_model_whose_keys_have_no_tensor_of_their_own_is_not_written(tmp_path)
 
 
 def test_attention_of_each_row_is_that_of_the_definition(tiny_model):
-    tokens = text(70)
+    tokens = random_tokens(70)
     stream = Watched(models.load(tiny_model()))
     stream.decode(tokens)
     for i, (attention, *_) in enumerate(rows(models.load(tiny_model()), tokens)):
@@ -107,7 +107,7 @@ def test_the_papers_variants_are_weightedkv_and_others_are_not(tiny_model, name)
     nll = []
     for policy in (Variant.fit(48, 8, **parameters), WeightedKV.fit(48, 8, merge=merge)):
         engine = Engine(Model(tiny_model()), policy, settings)
-        nll.append(perplexity.stream(engine, text(150)))
+        nll.append(perplexity.stream(engine, random_tokens(150)))
         engine.close()
     # the two programs round shares differently on some CPUs; other variants differ by .9 or more
     is_same = np.abs(nll[0] - nll[1]).max() < 1e-2

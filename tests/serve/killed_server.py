@@ -8,19 +8,19 @@ from __future__ import annotations
 import http.client
 import json
 
-GONE = (OSError, http.client.HTTPException)
+CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 """Errors that a client gets if its server is killed during a request or an answer.
 
 ValueError is not one of these errors, because JSON is parsed only after all of it has arrived.
 """
 
 
-def response(link):
+def get_response(connection):
     """Return the next answer on an http.client.HTTPConnection. Raises HTTPException if headers are missing.
 
     `read` notices if the body is cut, because every answer of kvtool has a Content-Length or is chunked.
     """
-    answer = link.getresponse()
+    answer = connection.getresponse()
     if answer.length is None and not answer.chunked:
         raise http.client.IncompleteRead(b"")
     return answer
@@ -32,7 +32,7 @@ def events(answer):
     Raises HTTPException if the connection ends before the stream is complete. (`for line in answer` would end
     without an error, perhaps after a part of a line.)
     """
-    rest = b""
+    buffer = b""
     while part := answer.read1():
-        *lines, rest = (rest + part).split(b"\n")
+        *lines, buffer = (buffer + part).split(b"\n")
         yield from (json.loads(line[6:]) for line in lines if line.startswith(b"data: {"))

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from tests import forked
-from tests.held import PATIENCE_S
-from tests.serve.gone import GONE
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.killed_server import CONNECTION_ERRORS
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "NUMBA")}
 
@@ -30,10 +30,10 @@ class Server:
         self.lines = lines
         self.is_killed = False
 
-    def stop(self, how=signal.SIGINT):
+    def stop(self, signal_number=signal.SIGINT):
         """End the server with a signal. Return (exit code, its text on stderr after it was ready)."""
-        self.process.send_signal(how)
-        _, stderr = self.process.communicate(timeout=PATIENCE_S)
+        self.process.send_signal(signal_number)
+        _, stderr = self.process.communicate(timeout=TIMEOUT_S)
         return self.process.returncode, stderr
 
     def kill(self):
@@ -49,23 +49,23 @@ class Server:
         """
         try:
             yield
-        except GONE:
+        except CONNECTION_ERRORS:
             if not self.is_killed:
                 raise
 
 
 @contextmanager
-def serving(model, *options, program=None, **how):
+def start_server(model, *options, program=None, **popen_options):
     """Start `kvtool serve -m model ...` on a free port. Yield the Server when it is ready.
 
     program: Python code that runs kvtool, or None for `python -m kvtool`.
-    how: further arguments of Popen.
+    popen_options: further arguments of Popen.
     Raises AssertionError with the text on stderr if the server ends before it is ready.
     """
     kvtool = ["-m", "kvtool"] if program is None else ["-c", program]
     command = [sys.executable, *kvtool, "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
-    how = {"env": os.environ | ONE_THREAD, **how}
-    process = forked.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8", **how)
+    popen_options = {"env": os.environ | ONE_THREAD, **popen_options}
+    process = fork_server.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8", **popen_options)
     try:
         lines = []
         for line in process.stderr:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 
-class _Late:
+class _LazyModule:
     def __init__(self, name):
         self._name = name
 
@@ -16,4 +16,4 @@ class _Late:
         return getattr(import_module(self._name), name)
 
 
-openai, anthropic = _Late("openai"), _Late("anthropic")
+openai, anthropic = _LazyModule("openai"), _LazyModule("anthropic")

@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclass
-class Saved:
+class CacheState:
     """Saved cells of one cache.
 
     pos: i64[n], the position of each cell.
@@ -46,17 +46,17 @@ class Saved:
 
 class _Reader:
     def __init__(self, data):
-        self.data, self.at = data, 0
+        self.data, self.offset = data, 0
 
     def take(self, layout):
-        values = struct.unpack_from("<" + layout, self.data, self.at)
-        self.at += struct.calcsize("<" + layout)
+        values = struct.unpack_from("<" + layout, self.data, self.offset)
+        self.offset += struct.calcsize("<" + layout)
         return values[0] if len(values) == 1 else values
 
     def bytes(self, *shape):
         n = int(np.prod(shape))
-        part = np.frombuffer(self.data, np.uint8, n, self.at).reshape(shape)
-        self.at += n
+        part = np.frombuffer(self.data, np.uint8, n, self.offset).reshape(shape)
+        self.offset += n
         return part
 
 
@@ -65,16 +65,16 @@ def parse(data):
 
     llama_kv_cache::state_write_* in llama.cpp writes them.
     """
-    (saved,) = parse_all(data)
-    return saved
+    (cache,) = parse_all(data)
+    return cache
 
 
 def parse_all(data):
-    """Parse the bytes of Context.state(). Return a Saved for each cache; the second is for sliding layers."""
+    """Parse the bytes of Context.state(). Return a CacheState per cache; the second is for sliding layers."""
     reader = _Reader(data)
     reader.take("Ii")  # skip the magic number and the id of the sequence
     caches = []
-    while reader.at < len(data):
+    while reader.offset < len(data):
         caches.append(_cache(reader))
     return caches
 
@@ -83,11 +83,11 @@ def _cache(reader):
     assert reader.take("I") == 1  # number of streams
     n = reader.take("I")
     if n == 0:
-        return Saved(np.empty(0, np.int64), False, [], [], -1, -1)
+        return CacheState(np.empty(0, np.int64), False, [], [], -1, -1)
     pos = []
     for _ in range(n):
-        where, n_seq = reader.take("iI")
-        pos.append(where)
+        cell_pos, n_seq = reader.take("iI")
+        pos.append(cell_pos)
         reader.bytes(4 * n_seq)
     v_is_transposed, n_layer = reader.take("II")
     k, v, k_type, v_type = [], [], -1, -1
@@ -101,9 +101,9 @@ def _cache(reader):
         else:
             v_type, size = reader.take("iQ")
             v.append(reader.bytes(n, size))
-    return Saved(np.array(pos), bool(v_is_transposed), k, v, k_type, v_type)
+    return CacheState(np.array(pos), bool(v_is_transposed), k, v, k_type, v_type)
 
 
-def _floats(data, kind):
-    kind = gguf.GGMLQuantizationType(kind)
+def _floats(data, number):
+    kind = gguf.GGMLQuantizationType(number)
     return gguf.quants.dequantize(np.ascontiguousarray(data), kind).astype(np.float32)

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from kvtool import cli
 
-KEEPS = (
+RECALL_LINE = (
     r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ .iB "
     r"\([0-9,]+ tokens\)\n"
 )
 """Pattern of the line that a chat or server with recall prints at its start."""
 
 
-def one_line(done, exit_code, words="", prints=False):
+def assert_one_line(done, exit_code, words="", prints=False):
     """Check the exit code of a command, and check that its stderr is one line that contains `words`.
 
     prints: True to allow text on stdout.
@@ -31,29 +31,29 @@ def one_line(done, exit_code, words="", prints=False):
     assert words in line
 
 
-CUT = r"stopped after [0-9,]+ tokens? \(-n\)\n"
+CUT_LINE = r"stopped after [0-9,]+ tokens? \(-n\)\n"
 """Pattern of the line that says that -n has cut an answer."""
 
 
-def uncut(done):
+def drop_cut_lines(done):
     """Remove the lines from a command's stderr that say that -n has cut an answer. Return the result.
 
     Most tests use a small -n to be fast, and do not check these lines.
     """
     if isinstance(done.stderr, bytes):
-        done.stderr = re.sub(CUT, "", done.stderr.decode("latin-1")).encode("latin-1")
+        done.stderr = re.sub(CUT_LINE, "", done.stderr.decode("latin-1")).encode("latin-1")
     elif done.stderr:
-        done.stderr = re.sub(CUT, "", done.stderr)
+        done.stderr = re.sub(CUT_LINE, "", done.stderr)
     return done
 
 
-def called(*arguments, stdin="", cwd=".", env=None):
+def run_kvtool(*arguments, stdin="", cwd=".", env=None):
     """Run `kvtool ...` in this process, and return a result like that of subprocess.run.
 
     Errors are reported as in a real process.
     """
     words = [*map(str, arguments)]
-    before, interrupt = os.getcwd(), signal.getsignal(signal.SIGINT)
+    old_folder, interrupt = os.getcwd(), signal.getsignal(signal.SIGINT)
     # a command that does not handle SIGTERM must not end the tests
     terminate = signal.signal(signal.SIGTERM, lambda *_: None)
     os.chdir(cwd)
@@ -62,7 +62,7 @@ def called(*arguments, stdin="", cwd=".", env=None):
             cli.app, words, input=stdin, env=env, prog_name="kvtool", catch_exceptions=False
         )
     finally:
-        os.chdir(before)
+        os.chdir(old_folder)
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, terminate)
     return CompletedProcess(words, done.exit_code, done.stdout, done.stderr)

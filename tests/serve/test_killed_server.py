@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.serve.gone import GONE, events, response
+from tests.serve.killed_server import CONNECTION_ERRORS, events, get_response
 
 EVENTS = [{"n": 0, "text": "one"}, {"n": 1, "text": "two\n"}]
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -27,7 +27,7 @@ def answer(data):
     """Return the answer of a server that has sent these bytes and closed the connection."""
     reply = http.client.HTTPResponse(SimpleNamespace(makefile=lambda mode: io.BytesIO(data)))
     reply.begin()
-    return response(SimpleNamespace(getresponse=lambda: reply))
+    return get_response(SimpleNamespace(getresponse=lambda: reply))
 
 
 def test_answer_cut_at_any_byte_raises_gone():
@@ -35,8 +35,8 @@ def test_answer_cut_at_any_byte_raises_gone():
     assert json.loads(answer(WHOLE).read()) == EVENTS
     # a stream ends with a chunk of size 0: once this size has arrived, no event can be missing
     for cut in range(STREAM.rindex(b"0\r\n\r\n") + 1):
-        with pytest.raises(GONE):
+        with pytest.raises(CONNECTION_ERRORS):
             list(events(answer(STREAM[:cut])))
     for cut in range(len(WHOLE)):
-        with pytest.raises(GONE):
+        with pytest.raises(CONNECTION_ERRORS):
             answer(WHOLE[:cut]).read()

@@ -10,30 +10,30 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvtool.serve.api import messages, tools
-from tests.held import PATIENCE_S
-from tests.serve.gone import events, response
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.killed_server import events, get_response
 
 
 def message(role, content):
     return {"role": role, "content": content}
 
 
-def check_messages(given):
+def check_messages(body):
     """Check the messages of a request to /v1/chat/completions."""
-    return messages.check(messages.listed(given))
+    return messages.check(messages.listed(body))
 
 
-def check_tools(given):
+def check_tools(body):
     """Check the tools of a request to /v1/chat/completions."""
-    return tools.check_tools(tools.listed(given))
+    return tools.check_tools(tools.listed(body))
 
 
 @contextmanager
-def connected(url):
+def open_connection(url):
     """Yield an HTTPConnection to the server at this address. It is closed at the end of the block."""
-    where = urlsplit(url)
-    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=PATIENCE_S)) as link:
-        yield link
+    address = urlsplit(url)
+    with closing(http.client.HTTPConnection(address.hostname, address.port, timeout=TIMEOUT_S)) as connection:
+        yield connection
 
 
 def request(url, body, headers=(), n_events=None):
@@ -42,10 +42,10 @@ def request(url, body, headers=(), n_events=None):
     n_events: disconnect after this number of events of a stream, and return (None, None).
     Raises OSError or HTTPException if the connection ends before the answer is complete.
     """
-    with connected(url) as link:
-        sent = {"Content-Type": "application/json", **dict(headers)}
-        link.request("POST", "/v1/chat/completions", json.dumps(body), sent)
-        answer = response(link)
+    with open_connection(url) as connection:
+        sent_headers = {"Content-Type": "application/json", **dict(headers)}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), sent_headers)
+        answer = get_response(connection)
         if not body.get("stream") or answer.status != 200:
             return answer.status, json.loads(answer.read())
         text = ""

@@ -13,21 +13,21 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright, expect
 
-from tests.held import PATIENCE_S
-from tests.serve.serving import serving
+from tests.blocking_policy import TIMEOUT_S
+from tests.serve.subprocess_server import start_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "microsoft-edge")
 
 # A stand-in for the page's `fetch`. A test answers a request by calling begin, say, end, refuse or lose.
 FAKE = """() => {
-  const fetched = window.fetch;
-  window.asked = [];
+  const realFetch = window.fetch;
+  window.requests = [];
   window.fetch = (path, options) => {
-    if (path === "props") return fetched(path, options);
-    window.asked.push({ headers: options.headers, body: JSON.parse(options.body) });
+    if (path === "props") return realFetch(path, options);
+    window.requests.push({ headers: options.headers, body: JSON.parse(options.body) });
     return new Promise((resolve, reject) => {
-      const gone = () => reject(new DOMException("gone", "AbortError"));
-      options.signal.addEventListener("abort", gone);
+      const abort = () => reject(new DOMException("gone", "AbortError"));
+      options.signal.addEventListener("abort", abort);
       window.refuse = (status, body) => resolve(new Response(body, { status }));
       window.lose = () => reject(new TypeError("network"));
       window.begin = () => resolve(new Response(new ReadableStream({ start(to) {
@@ -60,17 +60,17 @@ class Visitor:
         """
         context = self.browser.new_context(viewport={"width": width, "height": 760}, **options)
         page = context.new_page()
-        page.set_default_timeout(PATIENCE_S * 1000)
-        wrong: list[str] = []
-        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.set_default_timeout(TIMEOUT_S * 1000)
+        faults: list[str] = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
         page.on(
             "console",
-            lambda message: wrong.append(message.text) if "Content Security" in message.text else None,
+            lambda message: faults.append(message.text) if "Content Security" in message.text else None,
         )
         page.on(
             "request",
             lambda request: (
-                None if request.url.startswith((self.site, "data:")) else wrong.append(request.url)
+                None if request.url.startswith((self.site, "data:")) else faults.append(request.url)
             ),
         )
         settings = json.dumps({"most": str(most), "temperature": "0"})
@@ -83,7 +83,7 @@ class Visitor:
             yield page
             assert page.title() != "broken"
             assert page.locator("img").count() == 0
-            assert wrong == [], wrong
+            assert faults == [], faults
         finally:
             context.close()
 
@@ -96,13 +96,13 @@ def send(page: Page, text: str, wait: bool = True) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.get_by_label("Message", exact=True).press("Enter")
     if wait:
-        done(page)
+        wait_for_reply(page)
 
 
-def done(page: Page) -> None:
+def wait_for_reply(page: Page) -> None:
     """Wait for the end of a reply."""
-    expect(page.locator(".assistant .foot").last).to_contain_text("tokens/s", timeout=PATIENCE_S * 1000)
-    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=PATIENCE_S * 1000)
+    expect(page.locator(".assistant .foot").last).to_contain_text("tokens/s", timeout=TIMEOUT_S * 1000)
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=TIMEOUT_S * 1000)
 
 
 def piece(
@@ -120,12 +120,12 @@ def piece(
         page.evaluate("end()")
 
 
-def wait_asked(page: Page, n: int) -> None:
+def wait_for_request(page: Page, n: int) -> None:
     """Wait for the n-th request to the fake server.
 
     Playwright's wait_for_function does not work here: it uses eval, which the page's security policy forbids.
     """
-    while page.evaluate("asked.length") < n:
+    while page.evaluate("requests.length") < n:
         page.wait_for_timeout(50)
 
 
@@ -138,19 +138,19 @@ def refuse(page: Page, status: int, words: str) -> None:
 def answer(site: str, text: str) -> str:
     """Ask the server directly, without the page. Return the reply."""
     body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
-    with urllib.request.urlopen(f"{site}v1/chat/completions", body, timeout=PATIENCE_S) as answered:
-        reply: str = json.load(answered)["choices"][0]["message"]["content"]
+    with urllib.request.urlopen(f"{site}v1/chat/completions", body, timeout=TIMEOUT_S) as response:
+        reply: str = json.load(response)["choices"][0]["message"]["content"]
     return reply
 
 
 @contextmanager
 def server(model: str) -> Iterator[str]:
     """Start a server. Yield its address, with a slash at the end."""
-    with serving(model, "--policy", "h2o", "--budget", "128") as started:
-        yield f"{started.url}/"
+    with start_server(model, "--policy", "h2o", "--budget", "128") as process:
+        yield f"{process.url}/"
 
 
-def launched(playwright: Playwright) -> Browser:
+def launch(playwright: Playwright) -> Browser:
     """Launch the system's browser, or else Playwright's."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     # Chromium's sandbox does not work for root

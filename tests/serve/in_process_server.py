@@ -16,12 +16,12 @@ from kvtool.serve.api.requests import Defaults
 from kvtool.serve.http import app
 from kvtool.serve.http.app import Site
 from kvtool.serve.queue import JobQueue
-from tests.held import PATIENCE_S
+from tests.blocking_policy import TIMEOUT_S
 
 _MODEL = SimpleNamespace(n_ctx_train=64, n_vocab=8)
 
 
-class Here:
+class InProcessServer:
     """A server that is ready.
 
     site: the state that its routes share.
@@ -34,18 +34,20 @@ class Here:
         # all requests use the same loop, because the engine's threads send events to it until the server ends
         self._loop = asyncio.new_event_loop()
 
-    def ask(self, path, body=None, method="POST", **how):
-        """Return the complete answer to one request. how: arguments of httpx's `request`."""
+    def ask(self, path, body=None, method="POST", **options):
+        """Return the complete answer to one request. options: arguments of httpx's `request`."""
 
-        async def answered():
-            way = httpx.ASGITransport(self._app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=way, base_url="http://localhost", timeout=None) as client:
-                return await client.request(method, path, json=body, **how)
+        async def get_answer():
+            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", timeout=None
+            ) as client:
+                return await client.request(method, path, json=body, **options)
 
-        return self.run(answered())
+        return self.run(get_answer())
 
-    def run(self, work):
-        return self._loop.run_until_complete(work)
+    def run(self, awaitable):
+        return self._loop.run_until_complete(awaitable)
 
     def close(self):
         """Close the event loop of the requests. Call this only after the engine has ended."""
@@ -88,20 +90,20 @@ def send(
     pool = SimpleNamespace(slots=[SimpleNamespace(count=count, model=model)]) if is_loaded else None
     asgi_app = app.make(Site("m", "h2o", waiting, pool=pool, **site))
 
-    async def answered():
-        way = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
-        async with httpx.AsyncClient(transport=way, base_url="http://localhost") as client:
-            sent = client.request(method, path, json=body, content=content, headers=dict(headers))
+    async def get_answer():
+        transport = httpx.ASGITransport(asgi_app, raise_app_exceptions=False, client=("10.0.0.7", 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            request = client.request(method, path, json=body, content=content, headers=dict(headers))
             if not engine:
-                return await sent
+                return await request
             answering = asyncio.to_thread(lambda: engine(waiting.get()))
-            return (await asyncio.gather(sent, answering))[0]
+            return (await asyncio.gather(request, answering))[0]
 
-    return asyncio.run(answered())
+    return asyncio.run(get_answer())
 
 
 @contextmanager
-def here(model, **options):
+def serve_in_process(model, **options):
     """Serve a model in this process. The server starts in a fraction of a second.
 
     Requests without a temperature are answered greedily.
@@ -111,29 +113,29 @@ def here(model, **options):
     raw = {"model": str(model), "threads": 1, "checkpoints": "0", **options}
     run, generation = ChatOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
-    opened = partial(serve._open, site, run, serve._ServeOptions(), generation)
-    ready, pools, failed = threading.Event(), [], []
+    open_pool = partial(serve._open, site, run, serve._ServeOptions(), generation)
+    ready, pools, errors = threading.Event(), [], []
 
     def work():
         try:
-            with opened() as pool:
+            with open_pool() as pool:
                 site.start(pool)
                 pools.append(pool)
                 ready.set()
                 pool.run(site.jobs)
         except BaseException as error:  # noqa: BLE001
-            failed.append(error)
+            errors.append(error)
             ready.set()
 
     engine = threading.Thread(target=work, daemon=True)
     engine.start()
-    assert ready.wait(PATIENCE_S)
+    assert ready.wait(TIMEOUT_S)
     try:
-        if failed:
-            raise failed[0]
-        server = Here(site, pools[0])
+        if errors:
+            raise errors[0]
+        server = InProcessServer(site, pools[0])
         yield server
     finally:
         site.jobs.close()
-        engine.join(PATIENCE_S)
+        engine.join(TIMEOUT_S)
     server.close()

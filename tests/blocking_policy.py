@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-PATIENCE_S = 300
+TIMEOUT_S = 300
 """Seconds after which a test counts as hanging. Every step takes far less, even on a busy machine."""
 
 POLICY = '''
@@ -20,39 +20,39 @@ from pathlib import Path
 
 from kvtool.policies.local import Local
 
-THERE, GO = Path({there!r}), Path({go!r})
+WAITING, GO = Path({waiting!r}), Path({go!r})
 
 
 @dataclass(frozen=True)
-class Held(Local):
+class Blocking(Local):
     def plan(self, view, state):
         if {when}:
-            (THERE / str(os.getpid())).touch()
-            end = time.monotonic() + {patience_s}
+            (WAITING / str(os.getpid())).touch()
+            end = time.monotonic() + {timeout_s}
             while not GO.exists() and time.monotonic() < end:
                 time.sleep(0.01)
         return Local.plan(self, view, state)
 
 
-POLICY = Held
+POLICY = Blocking
 '''
 
 
-class Held:
+class BlockingPolicy:
     """A policy whose evictions wait, and the processes that wait in them.
 
     when: a Python expression of `view`. An eviction waits if the expression is true.
     """
 
     def __init__(self, folder, when="True"):
-        self.policy, self._there, self._go = (folder / name for name in ("held.py", "there", "go"))
-        self._there.mkdir()
-        code = POLICY.format(there=str(self._there), go=str(self._go), when=when, patience_s=PATIENCE_S)
+        self.policy, self._waiting, self._go = (folder / name for name in ("blocking.py", "waiting", "go"))
+        self._waiting.mkdir()
+        code = POLICY.format(waiting=str(self._waiting), go=str(self._go), when=when, timeout_s=TIMEOUT_S)
         self.policy.write_text(code, encoding="utf-8")
 
     def wait(self, n_process=1):
         """Return once n_process processes wait in an eviction."""
-        until(lambda: len(list(self._there.iterdir())) >= n_process)
+        until(lambda: len(list(self._waiting.iterdir())) >= n_process)
 
     def go(self):
         """Let all processes continue; later evictions do not wait."""
@@ -60,8 +60,8 @@ class Held:
 
 
 def until(condition):
-    """Return once condition() is true. Raises AssertionError after PATIENCE_S seconds."""
-    end = time.monotonic() + PATIENCE_S
+    """Return once condition() is true. Raises AssertionError after TIMEOUT_S seconds."""
+    end = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

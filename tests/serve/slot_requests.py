@@ -21,14 +21,14 @@ from kvtool.serve.slot import Slot
 from kvtool.serve.store.chats import ChatStore
 
 
-def checked(body, api="chat", defaults=None):
+def check_body(body, api="chat", defaults=None):
     """Check the body of a request. `api` is "chat", "messages" or "responses"."""
     defaults = defaults or Defaults()
-    given = {"chat": requests, "messages": anthropic, "responses": responses}[api].as_chat(body)
-    return requests.check_chat(given, defaults)
+    chat = {"chat": requests, "messages": anthropic, "responses": responses}[api].as_chat(body)
+    return requests.check_chat(chat, defaults)
 
 
-class Answering:
+class DictatedSlot:
     """A slot of `kvtool serve` whose replies a test dictates.
 
     dictated: texts of the next replies. Markers in a text, like <|im_end|>, become special tokens. When no
@@ -39,16 +39,16 @@ class Answering:
 
     def __init__(self, slot, defaults):
         self.slot, self.defaults = slot, defaults
-        self.dictated, self.prompt, self.prompt_tokens, self._goes_on = [], "", [], False
+        self.dictated, self.prompt, self.prompt_tokens, self._continues = [], "", [], False
         self._start, slot._start = slot._start, self._dictate
 
-    def _dictate(self, *args, **how):
-        self._start(*args, **how)
+    def _dictate(self, *args, **kwargs):
+        self._start(*args, **kwargs)
         if not self.dictated:
             return
         self.prompt = ""
         model, sampler = self.slot.model, self.slot.writer.sampler
-        end = [] if self._goes_on else [next(iter(model.ends))]
+        end = [] if self._continues else [next(iter(model.ends))]
         tokens = iter([*model.tokenize(self.dictated.pop(0), special=True).tolist(), *end])
 
         def sample(context):
@@ -57,24 +57,24 @@ class Answering:
             token = next(tokens, None)
             if token is None:
                 return Sampler.sample(sampler, context)
-            if sampler.constraint and self._goes_on:
+            if sampler.constraint and self._continues:
                 sampler.constraint.accept(token)
             sampler.recent.append(token)
             return token
 
         sampler.sample = sample
 
-    def __call__(self, messages, said=None, api="chat", *, goes_on=False, **more):
+    def __call__(self, messages, reply=None, api="chat", *, continues=False, **more):
         """Ask, and return the last event.
 
-        said: the dictated reply, or None to let the model write it. goes_on: True to let the model write the
-        rest of the reply.
+        reply: the dictated reply, or None to let the model write it.
+        continues: True to let the model write the rest of the reply.
         """
-        self._goes_on = goes_on
+        self._continues = continues
         body = {"input" if api == "responses" else "messages": messages}
         body |= {"max_output_tokens" if api == "responses" else "max_tokens": 200}
-        self.dictated = [] if said is None else [said]
-        return asyncio.run(self._answered(checked(body | more, api, self.defaults)))
+        self.dictated = [] if reply is None else [reply]
+        return asyncio.run(self._answered(check_body(body | more, api, self.defaults)))
 
     async def _answered(self, request):
         job = Job(request, "test")
@@ -105,11 +105,11 @@ def slot_of(engine, renderings, chats, batcher=None):
 
 
 @contextmanager
-def answering(model, source, folder, policy="full", budget=64, **defaults):
-    """Open a slot for a model and a chat template (its source text). Yield the slot's Answering."""
+def dictated_slot(model, source, folder, policy="full", budget=64, **defaults):
+    """Open a slot for a model and a chat template (its source text). Yield the DictatedSlot."""
     recall = ["search=all"] if policy == "recall" else []
     fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
         renderings = Renderings(model, Template(source, "", "", model.markers))
         with closing(ChatStore(folder, 10**9, {})) as chats:
-            yield Answering(slot_of(engine, renderings, chats), Defaults(**defaults))
+            yield DictatedSlot(slot_of(engine, renderings, chats), Defaults(**defaults))

@@ -18,9 +18,9 @@ from kvtool.policy import Signal
 from kvtool.units import CACHE_TYPES
 from tests.reference import transformer
 
-transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
+transformer.half_precision = any(device["name"].startswith("Vulkan") for device in devices())
 
-ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
+ON_CUDA = any(device["name"].startswith("CUDA") for device in devices())
 """True if there is a CUDA device.
 
 CUDA's order of half-precision sums depends on load and batch length, so results vary.
@@ -29,7 +29,7 @@ CUDA's order of half-precision sums depends on load and batch length, so results
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
 """Largest accepted difference from tests/reference. It is larger on a GPU, which rounds differently."""
 
-LOGITS = max(TOLERANCE, 1e-3)
+LOGIT_TOLERANCE = max(TOLERANCE, 1e-3)
 """Largest accepted difference of logits from the reference."""
 
 
@@ -74,7 +74,7 @@ def future_of(policy):
     return (policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None
 
 
-def text(n, seed=1, n_vocab=259):
+def random_tokens(n, seed=1, n_vocab=259):
     """Tokens i32[n] for a tiny model: random phrases that repeat, so that early tokens matter later."""
     rng = np.random.default_rng(seed)
     phrases = [rng.integers(3, n_vocab, 7) for _ in range(9)]
@@ -82,7 +82,7 @@ def text(n, seed=1, n_vocab=259):
     return tokens[:n].astype(np.int32)
 
 
-def distinct(n, seed=1, n_vocab=259):
+def distinct_tokens(n, seed=1, n_vocab=259):
     """Return n different tokens i32[n] for a tiny model.
 
     Equal tokens would tie in the first layer, and rounding would decide which of them stays.
@@ -112,15 +112,15 @@ def plain_logits(path, n_cell, batches, *, n_batch=64, flash="off", type_k="f32"
     context = api.llama_init_from_model(model, params)
     batch = api.llama_batch_init(n_batch, 0, 1)
     n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
-    logits, at = [], 0
+    logits, n_past = [], 0
     for tokens in batches:
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens.tolist()):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, at + i, True
+            batch.token[i], batch.pos[i], batch.logits[i] = token, n_past + i, True
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
         assert api.llama_decode(context, batch) == 0
         logits.append(np.ctypeslib.as_array(api.llama_get_logits(context), (len(tokens), n_vocab)).copy())
-        at += len(tokens)
+        n_past += len(tokens)
     api.llama_batch_free(batch)
     api.llama_free(context)
     api.llama_model_free(model)
@@ -139,17 +139,17 @@ def assert_continues_as_defined(engine, stream, tokens, evict):
     tokens if the policy is ragged, else whenever the rows hold `budget` entries. The engine evicts at the
     same tokens.
     """
-    assert live(engine) == positions_of(stream)
+    assert live_positions(engine) == positions_of(stream)
     policy = engine.policy
     for i in range(len(tokens)):
         if i and i % policy.slack == 0 if policy.ragged else stream.n >= policy.budget:
             evict()
         engine.step(tokens[i : i + 1])
-        want = stream.decode(tokens[i : i + 1])
-        assert np.abs(engine.context.logits() - want).max() < LOGITS
-        assert live(engine) == positions_of(stream)
+        expected = stream.decode(tokens[i : i + 1])
+        assert np.abs(engine.context.logits() - expected).max() < LOGIT_TOLERANCE
+        assert live_positions(engine) == positions_of(stream)
 
 
-def live(engine):
+def live_positions(engine):
     """Return the sorted positions of the tokens in each row."""
     return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]

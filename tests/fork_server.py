@@ -29,7 +29,7 @@ from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
-from tests.held import PATIENCE_S
+from tests.blocking_policy import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,7 +42,7 @@ IMPORTED = """
     kvtool.cli.policies kvtool.cli.serve kvtool.cli.session kvtool.cli.texts kvtool.cli.worker
 """.split()  # noqa: SIM905
 
-READ_LATE = (
+READ_AT_RUN_TIME = (
     *("COLORFGBG", "COLUMNS", "COMP_", "EDITOR", "HF_", "HOME", "KVTOOL_", "LINES", "NO_COLOR", "PATH"),
     *("PROMPT_TOOLKIT_", "PYTEST_", "SHELL", "TEMP", "TERM", "TMP", "VISUAL", "XDG_"),
     *("_KVTOOL_", "_TYPER_"),
@@ -58,7 +58,7 @@ OPTIONS = {
 SUBREAPER = 36
 """Linux's PR_SET_CHILD_SUBREAPER: the process that sets it becomes the parent of its orphaned descendants."""
 
-LONGEST = 100_000
+MAX_REQUEST = 100_000
 """Maximum size of a request in bytes. A request must fit into one message."""
 
 
@@ -76,32 +76,32 @@ class Popen(subprocess.Popen):
         self._in_session = options.get("start_new_session", False)
         super().__init__(args, **options)
 
-    def _execute_child(self, *how):
+    def _execute_child(self, *arguments):
         # subprocess passes these arguments by position: Python 3.10 to 3.14 have the same order
-        args, _, before, _, _, folder, environment = how[:7]
-        stdin, _, _, stdout, _, stderr = ends = how[10:16]
-        number = None
+        args, _, preexec_fn, _, _, folder, environment = arguments[:7]
+        stdin, _, _, stdout, _, stderr = ends = arguments[10:16]
+        pid = None
         if self._can_fork:
-            number = self._fork(args, before, folder, environment, (stdin, stdout, stderr))
-        if number is None:
-            super()._execute_child(*how)
+            pid = self._fork(args, preexec_fn, folder, environment, (stdin, stdout, stderr))
+        if pid is None:
+            super()._execute_child(*arguments)
             return
-        self.pid, self._child_created, self.is_forked = number, True, True
+        self.pid, self._child_created, self.is_forked = pid, True, True
         self._close_pipe_fds(*ends)
 
-    def _fork(self, args, before, folder, environment, streams):
+    def _fork(self, args, preexec_fn, folder, environment, streams):
         """Return the process id of a fork that runs this program; None if no fork can run it."""
         words = [os.fsdecode(word) for word in args] if isinstance(args, list) else []
         if words[:1] != [sys.executable] or words[1:2] not in (["-m"], ["-c"]):
             return None
         environment = dict(os.environ if environment is None else environment)
         folder = os.path.abspath(folder or ".")
-        request = words, folder, environment, self._in_session, before
+        request = words, folder, environment, self._in_session, preexec_fn
         try:
             message = pickle.dumps(request)
         except (AttributeError, TypeError, pickle.PicklingError):
             return None
-        if len(message) > LONGEST or not os.path.isdir(folder):
+        if len(message) > MAX_REQUEST or not os.path.isdir(folder):
             return None
         streams = [i if stream == -1 else stream for i, stream in enumerate(streams)]
         with _lock:
@@ -109,7 +109,7 @@ class Popen(subprocess.Popen):
             return source and source.fork(message, streams)
 
 
-def run(args, *, input=None, timeout=PATIENCE_S, check=False, popen=Popen, **options):
+def run(args, *, input=None, timeout=TIMEOUT_S, check=False, popen=Popen, **options):
     """subprocess.run with the Popen of this file. It captures text, unless `options` say otherwise.
 
     args: list of arguments. Bytes are passed unchanged. All other types are converted to strings.
@@ -136,7 +136,7 @@ def run_python(*args, **options):
     return run([sys.executable, *args], popen=subprocess.Popen, **options)
 
 
-def deaf():
+def ignore_sighup():
     """Ignore SIGHUP, so that closing the terminal does not end the process. For preexec_fn."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -148,11 +148,11 @@ class Source:
         if not sys.platform.startswith("linux"):
             raise OSError("only Linux gives a process its children's orphans")
         self._libc = ctypes.CDLL(None)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
-        with theirs:
+        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.fork_server", str(child_end.fileno())]
+        with child_end:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()]
             )
         reply = self._socket.recv(16)
         assert reply, "the process that forks does not start"
@@ -186,7 +186,7 @@ def _source(environment):
     The first call for an environment also returns None: starting a Source pays off only from the second
     program on.
     """
-    key = frozenset(item for item in environment.items() if not item[0].startswith(READ_LATE))
+    key = frozenset(item for item in environment.items() if not item[0].startswith(READ_AT_RUN_TIME))
     if key not in _sources:
         _sources[key] = []
         return None
@@ -225,30 +225,30 @@ def _main(number):
     requests = socket.socket(fileno=number)
     requests.send(b"ready" if len(os.listdir("/proc/self/task")) == 1 else b"threads")
     while True:
-        message, streams, _, _ = socket.recv_fds(requests, LONGEST, 3)
+        message, streams, _, _ = socket.recv_fds(requests, MAX_REQUEST, 3)
         if not message:
             return None
-        ours, theirs = os.pipe()
+        pipe_read, pipe_write = os.pipe()
         if not (between := os.fork()):
             if child := os.fork():
-                os.write(theirs, str(child).encode())
+                os.write(pipe_write, str(child).encode())
                 os._exit(0)
-            for each in (ours, theirs):
-                os.close(each)
+            for descriptor in (pipe_read, pipe_write):
+                os.close(descriptor)
             requests.close()
             return message, streams, imported
-        os.close(theirs)
-        child = os.read(ours, 16)
+        os.close(pipe_write)
+        child = os.read(pipe_read, 16)
         # the process `between` ends at once, so `child` becomes a child of the test process (the subreaper)
         os.waitpid(between, 0)
-        for each in (ours, *streams):
-            os.close(each)
+        for descriptor in (pipe_read, *streams):
+            os.close(descriptor)
         requests.send(child)
 
 
-def _become(message, streams, imported):
+def _set_up_fork(message, streams, imported):
     """Set up this fork like a newly started process. Return ("-m" or "-c", module or code)."""
-    words, folder, environment, in_session, before = pickle.loads(message)
+    words, folder, environment, in_session, preexec_fn = pickle.loads(message)
     if in_session:
         os.setsid()
     for i, stream in enumerate(streams):
@@ -260,45 +260,47 @@ def _become(message, streams, imported):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # if the tests run under nohup, forks would otherwise ignore SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if before:
-        before()
+    if preexec_fn:
+        preexec_fn()
     for i, name in enumerate(("stdin", "stdout", "stderr")):
         stream = _stream(i, getattr(sys, name), f"<{name}>")
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.orig_argv = words
-    _, kind, what, *arguments = words
+    _, kind, program, *arguments = words
     sys.path[0] = "" if kind == "-c" else folder
     sys.argv = [kind, *arguments]
-    return kind, what
+    return kind, program
 
 
-def _stream(number, was, name):
+def _stream(number, stream_at_start, name):
     """Open a standard stream as Python does at start-up, with this process's encoding and buffering."""
     # True if $PYTHONUNBUFFERED is set
-    is_through = was.write_through
-    if number and is_through:
+    writes_through = stream_at_start.write_through
+    if number and writes_through:
         raw = buffer = open(number, "wb", 0, closefd=False)  # noqa: SIM115
     else:
         buffer = open(number, "wb" if number else "rb", closefd=False)  # noqa: SIM115
         raw = buffer.raw
     raw.name = name
-    is_line = (number == 2 or raw.isatty()) and not is_through
-    how = {"line_buffering": is_line, "write_through": is_through}
-    stream = io.TextIOWrapper(buffer, was.encoding, was.errors, "\n" if number else None, **how)
+    is_line_buffered = (number == 2 or raw.isatty()) and not writes_through
+    buffering = {"line_buffering": is_line_buffered, "write_through": writes_through}
+    stream = io.TextIOWrapper(
+        buffer, stream_at_start.encoding, stream_at_start.errors, "\n" if number else None, **buffering
+    )
     stream.mode = "w" if number else "r"
     return stream
 
 
-def _run(kind, what):
+def _run(kind, program):
     """Run a module or code as Python does. Return the program's exit code, or 0."""
     try:
         if kind == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
-            kept.append(sys.modules["__main__"])
+            main_modules.append(sys.modules["__main__"])
             sys.modules["__main__"] = ModuleType("__main__")
-            exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
+            exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise
@@ -306,7 +308,7 @@ def _run(kind, what):
     return 0
 
 
-kept: list[ModuleType] = []
+main_modules: list[ModuleType] = []
 
 
 def _end(code):
@@ -322,5 +324,5 @@ def _end(code):
     ctypes.CDLL(None).exit(code & 0xFF)
 
 
-if __name__ == "__main__" and (asked := _main(int(sys.argv[1]))):
-    _end(_run(*_become(*asked)))
+if __name__ == "__main__" and (request := _main(int(sys.argv[1]))):
+    _end(_run(*_set_up_fork(*request)))

@@ -9,33 +9,33 @@ import sys
 
 import pytest
 
-from tests import forked
-from tests.held import PATIENCE_S
+from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
 
 
 @pytest.fixture(scope="module")
 def popen():
-    """Return forked.Popen after it has run two programs, so that the next program is a fork.
+    """Return fork_server.Popen after it has run two programs, so that the next program is a fork.
 
     For each environment, the first program is not forked: it is a plain process.
     """
     for _ in range(2):
-        process = forked.Popen([sys.executable, "-c", ""])
+        process = fork_server.Popen([sys.executable, "-c", ""])
         assert process.wait() == 0
     assert process.is_forked
-    return forked.Popen
+    return fork_server.Popen
 
 
-def both(popen, code, *arguments, typed=b"", **how):
+def both(popen, code, *arguments, typed=b"", **options):
     """Run code in a fork and in a new process. Return the result, which must be the same for both."""
     results = []
     for start in (popen, subprocess.Popen):
-        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
-        process = start([sys.executable, "-c", code, *arguments], **pipes, **how)
+        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in options}
+        process = start([sys.executable, "-c", code, *arguments], **pipes, **options)
         assert getattr(process, "is_forked", None) == (True if start is popen else None)
-        results.append((*process.communicate(typed, timeout=PATIENCE_S), process.returncode))
+        results.append((*process.communicate(typed, timeout=TIMEOUT_S), process.returncode))
     assert results[0] == results[1]
     return results[0]
 
@@ -64,7 +64,7 @@ def test_fork_ends_with_the_same_output_and_exit_code(popen, code, exit_code, er
     assert (stderr, code) == (error, exit_code)
 
 
-GIVEN = """
+PRINT_STATE = """
 import os, sys
 print(sys.argv, sys.path[0], os.getcwd(), os.environ["KVTOOL_X"], "HOME" in os.environ, __name__)
 print(sys.stdin.read(), os.getppid(), os.getsid(0) == os.getpid(), sorted(os.listdir("/proc/self/fd")))
@@ -78,18 +78,18 @@ def test_fork_has_its_arguments_environment_folder_and_streams(popen, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
     environment["KVTOOL_X"] = "caf\udce9"
     for in_session in (False, True):
-        how = {"cwd": tmp_path, "env": environment, "start_new_session": in_session}
-        stdout, stderr, code = both(popen, GIVEN, "a", b"\xe9", typed=b"typed", **how)
+        options = {"cwd": tmp_path, "env": environment, "start_new_session": in_session}
+        stdout, stderr, code = both(popen, PRINT_STATE, "a", b"\xe9", typed=b"typed", **options)
         assert str(tmp_path).encode() in stdout
         assert (stderr, code) == (b"error\n", 0)
 
 
 def test_unsupported_calls_start_a_new_process(popen, tmp_path):
-    for command, how in (
+    for command, options in (
         (["true"], {}),
         ([sys.executable, "-c", ""], {"preexec_fn": lambda: None}),
         ([sys.executable, "-c", ""], {"env": os.environ | {"PYTHONUTF8": "0", "OTHER": str(tmp_path)}}),
-        ([sys.executable, "-c", "", "x" * forked.LONGEST], {}),
+        ([sys.executable, "-c", "", "x" * fork_server.MAX_REQUEST], {}),
     ):
-        process = popen(command, **how)
-        assert (process.wait(PATIENCE_S), process.is_forked) == (0, False)
+        process = popen(command, **options)
+        assert (process.wait(TIMEOUT_S), process.is_forked) == (0, False)
