@@ -53,7 +53,8 @@ def stats(terminal: Terminal) -> None:
     from kvtool.measure.holdings import n_forgotten
 
     engine = terminal.engine
-    n_synthetic, writer, resident = engine.mean_kv - engine.mean_live, terminal.conversation.writer, rss_bytes()
+    n_synthetic = engine.mean_kv - engine.mean_live
+    writer, resident = terminal.conversation.writer, rss_bytes()
     held, most = f"{engine.mean_live:,.0f} tokens per row", f"at most {engine.policy.budget:,}"
     is_full = engine.policy.budget == engine.n_ctx
     rows = {
