@@ -15,7 +15,7 @@ from kvtool.llama.grammar.schema import Enforced, json_texts
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.output_format import enforced_at, remarks_of
 from kvtool.serve.tools.formats import HERMES, LLAMA, Format, Parameters
-from kvtool.serve.tools.values import resolved, types_of
+from kvtool.serve.tools.values import alternatives, resolved, types_of
 
 _ANY_OBJECT = {"type": "object"}
 _TEXT_KEYWORDS = {"pattern", "format", "minLength", "maxLength", "enum", "const", "allOf"}
@@ -240,7 +240,7 @@ def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
     types = types_of(schema, root)
     if not isinstance(schema, Mapping) or types & {"object", "array"}:
         return False
-    parts = [resolved(part, root) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()]
+    parts = [resolved(part, root) for part in alternatives(schema)]
     if any(isinstance(part, Mapping) and part.keys() & _TEXT_KEYWORDS for part in [schema, *parts]):
         return False
     return "string" in types or not schema.keys() & CONSTRAINING

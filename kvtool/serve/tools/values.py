@@ -167,13 +167,18 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
-    for part in [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]:
+    types = {each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)}
+    for part in alternatives(schema):
         types |= types_of(part, root, depth + 1)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not types and isinstance(values, list):
         types = {_TYPES.get(type(value), "null") for value in values}
     return types
+
+
+def alternatives(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas in "anyOf" and "oneOf". A value that is not a list, which is invalid, is ignored."""
+    return [part for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for part in schema[key]]
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:
