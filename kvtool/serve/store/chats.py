@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ SUFFIX = ".kv"
 
 _PREFIX = "serve-"
 """The name of a server's temporary folder begins with this."""
+
+_TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 _YOUNG_S = 60.0
 """A server needs less than this many seconds to lock its temporary folder."""
@@ -57,8 +60,8 @@ class StoredChat:
         Number of tokens before each checkpoint in the archive file.
     used
         Time of the last use, in seconds of `time.monotonic`.
-    tokens
-        Tokens of the stream, i32[n]. None until `ChatStore.tokens` reads them.
+    token_bytes
+        Bytes of the stream's tokens, i32[n]. None until `ChatStore.tokens` reads them.
     """
 
     path: Path
@@ -69,7 +72,7 @@ class StoredChat:
     marks: list[Mark]
     places: list[int]
     used: float = field(default_factory=time.monotonic)
-    tokens: np.ndarray | None = None
+    token_bytes: bytes | None = None
 
 
 class ChatStore:
@@ -121,12 +124,12 @@ class ChatStore:
 
     def tokens(self, chat: StoredChat) -> np.ndarray:
         """Return the tokens of a chat's stream, i32[n]. They are not checked here, only in `load`."""
-        if chat.tokens is None:
+        if chat.token_bytes is None:
             try:
-                chat.tokens = session.read_tokens(chat.path)
+                chat.token_bytes = session.read_tokens(chat.path).tobytes()
             except SessionError:
                 return np.empty(0, np.int32)
-        return chat.tokens
+        return np.frombuffer(chat.token_bytes, np.int32)
 
     def load(self, chat: StoredChat) -> tuple[session.Meta, session.Arrays]:
         """Read a chat. Raises SessionError if it cannot be read. If the chat is damaged, it is deleted."""
@@ -159,7 +162,7 @@ class ChatStore:
         has only a system prompt or is no longer stored.
         meta: values for the session's JSON.
         """
-        replaced = before if before in self.chats and before and not before.is_system_only else None
+        replaced = before if before and before in self.chats and not before.is_system_only else None
         path = replaced.path if replaced else self.folder / f"{secrets.token_hex(8)}{SUFFIX}"
         archive = replaced.archive_file if replaced else archive_file.ArchiveFile(path)
         is_written = False
@@ -182,8 +185,8 @@ class ChatStore:
             # if a request was repeated, delete the chat that the first request has stored
             self.drop(twin)
         is_system_only = _is_system_only(conversation.messages)
-        tokens = conversation.writer.tokens
-        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, tokens=tokens)
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places)
+        chat.token_bytes = conversation.writer.tokens.tobytes()
         self.chats.append(chat)
         self._shrink(keep=chat)
         return chat
@@ -209,9 +212,8 @@ class ChatStore:
         if (n_bytes := self.n_bytes) <= self.max_bytes:
             return
         stored = sorted([*self.chats, *self.others], key=lambda each: each.used)
-        variants = (chat for i, chat in enumerate(stored) if _is_variant(chat, stored[i + 1 :]))
         dropped = {keep}
-        for chat in chain(variants, stored):
+        for chat in chain(_variants(stored), stored):
             if chat not in dropped:
                 self.drop(chat)
                 dropped.add(chat)
@@ -282,24 +284,22 @@ def _is_system_only(messages: list[Message]) -> bool:
     return all(message["role"] == "system" for message in messages)
 
 
-def _is_variant(chat: StoredChat, later: Iterable[StoredChat]) -> bool:
-    """True if one of the chats that were used later begins with at least half of the tokens of this chat.
+def _variants(stored: Iterable[StoredChat]) -> Iterator[StoredChat]:
+    """Yield the variants among stored chats, which are sorted by the time of their last use.
 
-    A system prompt is not a variant, because chats begin with it. No files are read: chats whose tokens are
-    still unknown are not compared.
+    A chat is a variant if a chat that was used later begins with at least half of its tokens. A system prompt
+    is not a variant, because chats begin with it. No files are read: chats whose tokens are still unknown are
+    not compared.
     """
-    if chat.is_system_only or chat.tokens is None or not len(chat.tokens):
-        return False
-    half = chat.tokens[: (len(chat.tokens) + 1) // 2]
-    n, last = len(half), half[-1]
-    return any(
-        # the last token differs in most other chats, and is compared much faster than all tokens
-        each.tokens is not None
-        and len(each.tokens) >= n
-        and each.tokens[n - 1] == last
-        and np.array_equal(each.tokens[:n], half)
-        for each in later
-    )
+    known = [(chat, chat.token_bytes) for chat in stored if chat.token_bytes]
+    later = sorted(tokens for _, tokens in known)
+    for chat, tokens in known:
+        del later[bisect_left(later, tokens)]
+        half = tokens[: (len(tokens) // _TOKEN_BYTES + 1) // 2 * _TOKEN_BYTES]
+        # in sorted order, the streams that begin with `half` come first of those that are not below `half`
+        at = bisect_left(later, half)
+        if not chat.is_system_only and at < len(later) and later[at].startswith(half):
+            yield chat
 
 
 def _delete(path: Path, archive: archive_file.ArchiveFile) -> None:
