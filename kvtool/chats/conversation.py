@@ -18,8 +18,8 @@ from kvtool.chats.after_thought import after_thought
 from kvtool.chats.archive_file import ArchiveFile, Listing
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
-from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
+from kvtool.chats.shields import shielded, tokens_of
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
 from kvtool.chats.undo import Copy, LastTurn, Mark, UndoPoint, UndoStack, turn_label
@@ -438,7 +438,7 @@ class Conversation:
             return
         self.version += 1
         sampler.resume(recent, seed)
-        text = start + marked(self.template.markers, answer)
+        text = start + shielded(self.template.markers, answer)
         self.writer.read(tokens_of(self.writer.engine.model, text))
 
     def _tokens_of_turn(self, text: str, before: Mark | None) -> np.ndarray:

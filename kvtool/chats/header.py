@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtool.chats.marks import tokens_of
+from kvtool.chats.shields import tokens_of
 from kvtool.chats.template import Message, Template
 from kvtool.llama.loaded.model import Model
 
@@ -94,7 +94,7 @@ class Header:
             if template.opens_thought and text.endswith(template.opening):
                 text += f"\n{end}\n\n"
         kept = os.path.commonprefix([self.kept, text])
-        words = template.marked({"role": "assistant", "content": begun})["content"]
+        words = template.shielded({"role": "assistant", "content": begun})["content"]
         tokens = tokens_of(model, text + words)
         n_begun = len(tokens) - len(model.tokenize(kept, special=True))
         return Header(

@@ -13,8 +13,8 @@ import numpy as np
 
 from kvtool.chats.effort import NAMES, Efforts
 from kvtool.chats.header import Header
-from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
+from kvtool.chats.shields import shielded, tokens_of
 from kvtool.chats.template import Template, TemplateError
 from kvtool.errors import ModelError
 from kvtool.llama.grammar.constraint import Vocabulary
@@ -106,7 +106,7 @@ class Rendering:
         self._model = model
         self.template = template
         self.variables_key = variables_key
-        self._bare = template.of_marked
+        self._bare = template.of_shielded
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
         # text of the template's own reply header if `with_begun` made this object; otherwise ""
@@ -132,7 +132,7 @@ class Rendering:
         # some templates write no header after a tool's result
         header = self.header.kept + self.header.left_out if text.endswith(self._replaced) else ""
         begun = {"role": "assistant", "content": self.header.begun}
-        content: str = self.template.marked(begun)["content"]
+        content: str = self.template.shielded(begun)["content"]
         return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -327,7 +327,7 @@ class Rendering:
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Return the arguments of `_text`: messages, and the tools that the template shows, all marked.
+        """Return the arguments of `_text`: messages, and the tools that the template shows, all shielded.
 
         The tools are None if there are no tools, or if the system prompt lists them because the template has
         no native format for tools.
@@ -335,7 +335,7 @@ class Rendering:
         if self.format is HARMONY:
             # the template fails if a tool has no description
             tools = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
-        prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
+        prepared, shown_tools = for_template(messages, self.template), shielded(self.template.markers, tools)
         if tools and not Format.native(self.template):
             is_system = bool(prepared) and prepared[0]["role"] == "system"
             system = prepared[0]["content"] if is_system else ""
