@@ -171,7 +171,7 @@ def stored(store, tokens, role="user"):
     engine = SimpleNamespace(checkpoints=SimpleNamespace(to_save=list))
     writer = SimpleNamespace(engine=engine, tokens=tokens)
     chat = SimpleNamespace(writer=writer, messages=messages, save_to=save_to)
-    return store.add(None, os.urandom(8), chat, {}, marks=[])
+    return store.add(None, os.urandom(8), chat, {}, turn_ends=[])
 
 
 def with_end(n, value):

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvtool.chats import archive_file, session
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.undo import Mark
+from kvtool.chats.undo import TurnEnd
 from kvtool.errors import SessionError
 from kvtool.serve.api.messages import Message
 from kvtool.system.files import LOCK, is_locked, locked, spare_folder
@@ -54,8 +54,8 @@ class StoredChat:
         Number of bytes of the session file and its archive.
     is_system_only
         True if the chat has only a system prompt. Several chats may begin with it.
-    marks
-        Marks at the ends of the replies that the server wrote.
+    turn_ends
+        Ends of the replies that the server wrote.
     places
         Number of tokens before each checkpoint in the archive file.
     used
@@ -69,7 +69,7 @@ class StoredChat:
     digest: bytes
     n_bytes: int
     is_system_only: bool
-    marks: list[Mark]
+    turn_ends: list[TurnEnd]
     places: list[int]
     used: float = field(default_factory=time.monotonic)
     token_bytes: bytes | None = None
@@ -152,7 +152,7 @@ class ChatStore:
         conversation: Conversation,
         meta: session.Meta,
         *,
-        marks: list[Mark],
+        turn_ends: list[TurnEnd],
     ) -> StoredChat:
         """Store a chat. When this returns, the chat is on the disk.
 
@@ -168,7 +168,7 @@ class ChatStore:
         is_written = False
         try:
             places = [each.n_past for each in conversation.writer.engine.checkpoints.to_save()]
-            meta = {**meta, "digest": digest.hex(), "marks": marks, "checkpoints": places}
+            meta = {**meta, "digest": digest.hex(), "marks": turn_ends, "checkpoints": places}
             listed = conversation.save_to(path, archive, meta)
             n_bytes = session.size(path)
             is_written = True
@@ -185,7 +185,7 @@ class ChatStore:
             # if a request was repeated, delete the chat that the first request has stored
             self.drop(twin)
         is_system_only = _is_system_only(conversation.messages)
-        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places)
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places)
         chat.token_bytes = conversation.writer.tokens.tobytes()
         self.chats.append(chat)
         self._shrink(keep=chat)
@@ -258,7 +258,7 @@ class ChatStore:
             meta = session.read_meta(path)
             digest, n_bytes, used_at = bytes.fromhex(meta["digest"]), session.size(path), path.stat().st_mtime
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
-            marks, places = _marks_in(meta), meta.get("checkpoints", [])
+            turn_ends, places = _turn_ends_in(meta), meta.get("checkpoints", [])
             is_system_only = _is_system_only(meta["messages"])
             stored = self.chats if meta["fixed"] == self.fixed else self.others
         except (SessionError, OSError, LookupError, ValueError, TypeError):
@@ -267,15 +267,15 @@ class ChatStore:
             return
         used = time.monotonic() - max(time.time() - used_at, 0)
         archive = archive_file.ArchiveFile(path)
-        stored.append(StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, used))
+        stored.append(StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, used))
 
 
-def _marks_in(meta: session.Meta) -> list[Mark]:
+def _turn_ends_in(meta: session.Meta) -> list[TurnEnd]:
     if "turns" not in meta:
-        return [Mark(*saved) for saved in meta.get("marks", ())]
+        return [TurnEnd(*saved) for saved in meta.get("marks", ())]
     # an earlier version of kvtool has written the session
     return [
-        Mark(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
+        TurnEnd(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
         for n, n_token, recent in meta["turns"]
     ]
 
