@@ -74,12 +74,12 @@ def arguments_in_json(text: str) -> str:
     raise NoCall
 
 
-def json_of_marked(text: str, mark: str) -> str:
-    """Return the JSON of a text that has `mark` before and after each string, instead of quotes.
+def json_of_quoted(text: str, quote: str) -> str:
+    """Return the JSON of a text that has `quote` before and after each string.
 
-    Names in objects may be without marks and quotes.
+    Names in objects may be without quotes.
     """
-    parts = text.split(mark)
+    parts = text.split(quote)
     return "".join(dumped(part) if n % 2 else _BARE.sub(_as_json, part) for n, part in enumerate(parts))
 
 
