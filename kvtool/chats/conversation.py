@@ -143,11 +143,11 @@ class Conversation:
         self.header = header or Header.of(self.writer.engine.model, template)
 
     def hold_header(self) -> None:
-        """Protect the newest tokens from eviction. Their number is `Header.n` minus `Header.n_begun`.
+        """Protect the `Header.n_held` newest tokens from eviction.
 
         Raises UsageError if these tokens and the pinned tokens would fill the cache.
         """
-        self.writer.engine.hold(self.header.n - self.header.n_begun)
+        self.writer.engine.hold(self.header.n_held)
 
     def set_effort(self, effort: str | None, budget: int | None = None) -> None:
         """Set `effort` and `thought_budget` from now on.
@@ -350,8 +350,8 @@ class Conversation:
         before: position to go back to first; None to read the tokens at the present end of the chat.
         """
         self._has_header = self.header.ends(tokens)
-        n = len(tokens) - (self.header.n_opening if self._has_header else 0)
-        self._opening = tokens[n:]
+        n = len(tokens) - (self.header.n_lead if self._has_header else 0)
+        self._lead = tokens[n:]
         n_cached = self._rewind_for(tokens[:n], before) if before else 0
         return self.writer.read(tokens[n_cached:n])
 
@@ -365,7 +365,7 @@ class Conversation:
             before, reply = self.messages, _reply("".join(self._written), template, splitter)
             self.messages = [*before, reply]
             stays = splitter.had_thought and not template.drops_thoughts
-            self.finish_reply(None if stays else header.start(template, before, reply))
+            self.finish_reply(None if stays else header.lead_of(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Generator[str, None, None]:
         """Yield the reply piece by piece. If a client gave the reply's beginning, it is not yielded.
@@ -383,7 +383,7 @@ class Conversation:
         # chat again
         can_change = may_change and self._has_header and self.writer.engine.can_rewind
         self._before_reply = self.turn_end() if can_change else None
-        if self.writer.read(self._opening):
+        if self.writer.read(self._lead):
             for piece in self.writer.write(n_max):
                 self._written.append(piece)
                 yield piece
@@ -404,22 +404,21 @@ class Conversation:
         around = after_thought(model, self.template, budget, header, begun, may_call=may_call)
         self.writer.sampler.start(self.n_reply, around)
 
-    def finish_reply(self, start: str | None) -> None:
+    def finish_reply(self, lead: str | None) -> None:
         """Replace the reply in the cache by the form in which the template renders earlier replies.
 
-        start: text that the template writes between `header.kept` and the answer of an earlier reply, for
-        example a thought. None to leave the reply unchanged.
+        lead: lead of the reply in this form: see `Header`. None to leave the reply unchanged.
 
         If the reply in the cache already has this form, nothing is read. Otherwise the cache is rewound to
-        the end of `header.kept`, and only `start` and the answer are read.
+        the end of `header.kept`, and only `lead` and the answer are read.
         """
         before, self._before_reply = self._before_reply, None
         if not before:
             return
         text = "".join(self._written)
         answer = without_thought(text, self.splitter())
-        if start is not None and start + answer != self.header.left_out + text:
-            self._read_again(before, start, answer)
+        if lead is not None and lead + answer != self.header.lead + text:
+            self._read_again(before, lead, answer)
 
     def splitter(self) -> Splitter:
         """Return a splitter that divides the next reply into thought and answer.
@@ -430,8 +429,8 @@ class Conversation:
         return Splitter(self.template.tags, is_open=is_open)
 
     @delayed
-    def _read_again(self, before: TurnEnd, start: str, answer: str) -> None:
-        """Rewind the cache to `before`, and read `start` and `answer`. Keep the messages and the sampler."""
+    def _read_again(self, before: TurnEnd, lead: str, answer: str) -> None:
+        """Rewind the cache to `before`, and read `lead` and `answer`. Keep the messages and the sampler."""
         sampler = self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
         if not self.writer.rewind(before.n_past, before.writer):
@@ -439,7 +438,7 @@ class Conversation:
             return
         self.version += 1
         sampler.resume(recent, seed)
-        text = start + shielded(self.template.markers, answer)
+        text = lead + shielded(self.template.markers, answer)
         self.writer.read(tokens_of(self.writer.engine.model, text))
 
     def _tokens_of_turn(self, text: str, before: TurnEnd | None) -> np.ndarray:

@@ -150,8 +150,8 @@ class Slot:
         conversation.may_call = rendering.may_call(request)
         history = rendering.history(request.name, request.messages, tools)
         callable_tools = [] if request.choice.kind == "none" else request.tools
-        marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
-        self._start(job, request, conversation.shown | marks, rules)
+        tags = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
+        self._start(job, request, conversation.shown | tags, rules)
         if request.begun:
             # call this before the prompt is read: it raises an error if a grammar forbids the text with which
             # the client begins the reply
@@ -385,10 +385,9 @@ def _banned(model: Model, request: Request) -> set[int]:
 
 def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:
     """Return a parser for calls of tools, or None if there are no tools."""
-    rules: Literal["", "call", "or"] = (
-        "or" if request.output_format and request.output_format.kind != "grammar" else ""
-    )
-    rules = "call" if request.choice.kind == "required" else rules
+    is_formatted = request.output_format and request.output_format.kind != "grammar"
+    rules: Literal["", "call", "or"]
+    rules = "call" if request.choice.kind == "required" else "or" if is_formatted else ""
     # the rules allow only one call
     one_call = request.choice.one_call and not rules
     return Parser(rendering.format, tools, rules, one_call=one_call) if tools else None

@@ -186,10 +186,9 @@ class Resumer:
     ) -> list[_Candidate]:
         """Return up to three streams that have a beginning in common with the chat. The best stream is first.
 
-        A stream is usually compared with the tokens of the chat from the first token on. But a stored chat
-        may already have replies of this chat. Its stream then has the tokens that the model wrote, and the
-        tokenizer may give other tokens for the same text. Such a stream is compared only after the last of
-        these replies.
+        A stream is usually compared with the tokens of the chat from the first token on. If the model wrote
+        some of the chat's replies in this stream, the tokenizer may split their text differently. So only the
+        tokens after the last such reply are compared.
 
         One of the streams may be the engine's own, which does not have to be loaded.
         """
@@ -232,7 +231,9 @@ class Resumer:
         """
         writer = self.conversation.writer
         seed, chat = writer.sampler.seed, candidate.chat
-        if chat is not current and chat is not None:
+        if chat is not current:
+            # only the engine's own stream may have no stored chat, and then `current` is None
+            assert chat
             try:
                 self.conversation.restore(*self.chats.load(chat), seed=seed)
             except SessionError:
@@ -242,14 +243,14 @@ class Resumer:
         stream, tokens = writer.stream, candidate.tokens
         first, n_pinned = candidate.first, candidate.n_pinned
         # read at least one token, because its logits are needed
-        most = len(tokens) - max(self.conversation.header.n_opening, 1)
+        most = len(tokens) - max(self.conversation.header.n_lead, 1)
         n = first + n_equal(stream[first:], tokens[:most])
         if n_pinned is not None:
             n_pinned = self._engine.policy.pinnable(n_pinned)
+        # True if the pinned tokens must change, because the chat and the stream have different system prompts
         repins = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # `repins` is True if the pinned tokens must change, because the chat and the stream have different
-        # system prompts. Give up after an eviction, because pins cannot change then. Also give up if the
-        # chat's system prompt is stored, because it can be loaded
+        # give up after an eviction, because pins cannot change then. Also give up if the chat's system prompt
+        # is stored, because it can be loaded
         if repins and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
         # the new chat replaces the stored chat if the rewind keeps all replies of the stored chat
@@ -356,8 +357,8 @@ class Resumer:
 
         reply: see `Rendering.earlier_reply`.
         """
-        earlier, start = self.rendering.earlier_reply(messages, reply, tools)
-        self.conversation.finish_reply(start)
+        earlier, lead = self.rendering.earlier_reply(messages, reply, tools)
+        self.conversation.finish_reply(lead)
         self.conversation.messages.append(reply)
         history.add(earlier)
         digest = history.now
