@@ -25,9 +25,9 @@ from kvtool.serve.api.messages import Message
 from kvtool.serve.api.requests import ChatRequest
 from kvtool.serve.api.thinking import ThinkingOptions, template_for
 from kvtool.serve.store.history import LEAD, History
+from kvtool.serve.tools.conversion import for_template, tools_text
 from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import HARMONY, Format
-from kvtool.serve.tools.prompt import for_template, tools_text
 
 _N_KEPT = 16
 """Maximum number of `Rendering` objects that are kept. Each set of template variables has one."""

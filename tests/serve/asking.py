@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvtool.serve.api import messages, tools
+from kvtool.serve.api import given_tools, messages
 from tests.held import PATIENCE_S
 from tests.serve.gone import events, response
 
@@ -25,7 +25,7 @@ def check_messages(given):
 
 def check_tools(given):
     """Check the tools of a request to /v1/chat/completions."""
-    return tools.check_tools(tools.listed(given))
+    return given_tools.check_tools(given_tools.listed(given))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from kvtool.llama.grammar.schema import enforced
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.tools import Choice
+from kvtool.serve.api.given_tools import Choice
 from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import GEMMA, HARMONY, HERMES, LLAMA
 from tests.engine.running import open_engine

@@ -14,10 +14,10 @@ from kvtool.options import declared
 from kvtool.serve.api import messages, output_format, thinking
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need_whole, shown, wrong
+from kvtool.serve.api.given_tools import Choice, GivenTool, check_choice, check_tools, listed
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.output_format import OutputFormat
 from kvtool.serve.api.thinking import ThinkingOptions
-from kvtool.serve.api.tools import Choice, GivenTool, check_choice, check_tools, listed
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 100
