@@ -24,7 +24,7 @@ _MORE = 2
 class Header:
     """Header of a reply, in two parts: `kept`, and a lead.
 
-    The template writes `kept` also before earlier replies. A lead is the text between `kept` and an answer,
+    The template also writes `kept` before earlier replies. A lead is the text between `kept` and an answer,
     for example a thought.
 
     Attributes
@@ -38,7 +38,7 @@ class Header:
     earlier_lead
         Lead of an earlier reply without a thought.
     n_lead
-        Number of tokens after `kept`.
+        Number of tokens after `kept`: those of the lead and of `begun`.
     begun
         Beginning of the reply, if a client gives one. It follows both parts. The lead then stays in the
         cache.
@@ -116,7 +116,7 @@ class Header:
 
     @property
     def n_left_out(self) -> int:
-        """Number of tokens that are removed from the cache once the reply is finished."""
+        """Number of tokens of the lead if the template may leave them out of earlier replies, otherwise 0."""
         return 0 if self.begun else self.n_lead
 
     @property

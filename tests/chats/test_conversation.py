@@ -718,7 +718,7 @@ def test_undo_stack_drops_its_oldest_copies_first():
     for i, file in enumerate(given):
         copies.push(TurnEnd(i, 0, 0, {"unread": []}))
         copies.push(Copy(str(i), file))
-    # the mark before the oldest copy that is left belongs to the same stream
+    # the end of the turn before the oldest copy that is left belongs to the same stream
     assert len(copies) == 2 * MAX_COPIES
     assert [file.closed for file in given] == [True] * 2 + [False] * MAX_COPIES
     assert copies.pop().command == str(MAX_COPIES + 1)
