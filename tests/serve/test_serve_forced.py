@@ -97,7 +97,7 @@ def test_forced_reply_is_one_call_that_fits_its_schema(engine, format):
     for seed in range(8):
         rules = forced(engine, format, TOOLS)
         parameters = format.parameters
-        ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
+        ends = (parameters.tag or parameters.quote,) if parameters and not parameters.quotes else ('"',)
         text = written(engine, rules, wanders(seed, *ends, '"'))
         ((name, arguments),) = parsed(format, text)
         schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
@@ -320,7 +320,7 @@ def test_begun_call_fits_its_schema_and_other_text_is_free(engine, format):
     assert written(engine, rules, dictates(text)) == text
     (opening,) = rules.triggers
     parameters, names = format.parameters, set()
-    ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
+    ends = (parameters.tag or parameters.quote,) if parameters and not parameters.quotes else ('"',)
     for seed in range(6):
         text = written(
             engine, rules, begins(f"So: {opening}", wanders(seed, *ends, '"', format.close or ">"))
