@@ -19,11 +19,11 @@ If the old session must be kept, it gets a second name (a hard link) before step
 
 Two ways to go back
 -------------------
-No file is needed to undo a turn: an `undo.Mark` holds the position between two turns, the sampler's state and
-the tokens that the engine has not read yet. Undo rewinds the engine to the mark before the turn. On a server,
-a mark also holds a digest of the messages before it, by which the server finds a stored chat. The server
-rewinds to the first token that differs from the request. This token may be in the middle of a turn, because
-clients may edit any message.
+No file is needed to undo a turn: an `undo.TurnEnd` holds the position between two turns, the sampler's state
+and the tokens that the engine has not read yet. Undo rewinds the engine to the end of the previous turn. On a
+server, a `TurnEnd` also holds a digest of the messages before it, by which the server finds a stored chat.
+The server rewinds to the first token that differs from the request. This token may be in the middle of a
+turn, because clients may edit any message.
 
 Some engines cannot be rewound to every token. Such an engine goes back to the newest checkpoint before the
 token, or is emptied if there is no checkpoint. Then it reads the following tokens of the stream again.

@@ -18,11 +18,11 @@ from kvtool.chats.after_thought import after_thought
 from kvtool.chats.archive_file import ArchiveFile, Listing
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
-from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
+from kvtool.chats.shields import shielded, tokens_of
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
-from kvtool.chats.undo import Copy, LastTurn, Mark, UndoPoint, UndoStack, turn_label
+from kvtool.chats.undo import Copy, LastTurn, TurnEnd, UndoPoint, UndoStack, turn_label
 from kvtool.chats.writer import Writer, checked_limit, n_equal
 from kvtool.errors import SessionError, UsageError
 from kvtool.llama.cache.archive import Archive
@@ -124,8 +124,8 @@ class Conversation:
         self.thought_budget: int | None = None
         self.may_call = False
         self.effort: str | None = None
-        # mark to which `finish_reply` rewinds; None if the reply must stay unchanged
-        self._before_reply: Mark | None = None
+        # position to which `finish_reply` rewinds; None if the reply must stay unchanged
+        self._before_reply: TurnEnd | None = None
         self._has_header = True
         self._written: list[str] = []
         self.use_template(template)
@@ -143,11 +143,11 @@ class Conversation:
         self.header = header or Header.of(self.writer.engine.model, template)
 
     def hold_header(self) -> None:
-        """Protect the newest tokens from eviction. Their number is `Header.n` minus `Header.n_begun`.
+        """Protect the `Header.n_held` newest tokens from eviction.
 
         Raises UsageError if these tokens and the pinned tokens would fill the cache.
         """
-        self.writer.engine.hold(self.header.n - self.header.n_begun)
+        self.writer.engine.hold(self.header.n_held)
 
     def set_effort(self, effort: str | None, budget: int | None = None) -> None:
         """Set `effort` and `thought_budget` from now on.
@@ -202,13 +202,13 @@ class Conversation:
     def _postpone_past(self) -> None:
         """Empty the cache; the next turn then reads the whole chat first. Raises UsageError.
 
-        Drops the marks, because turns begin at other tokens now.
+        Drops the ends of turns, because turns end at other tokens now.
         """
         tokens, n = self._with_prefix(self._past(self.template))
         self.writer.engine.cache.check_pin(n + self.header.n)
         self.writer.postpone(tokens)
         self._pin(n)
-        self.undo_stack.drop_marks()
+        self.undo_stack.drop_turn_ends()
         self.version += 1
 
     # the start of a chat
@@ -276,12 +276,12 @@ class Conversation:
         self.set_messages([*self.messages, *map(_with_own_thought, rest)])
         if self.n_turn:
             self._postpone_past()
-            self._mark_last_turn()
+            self._push_before_last_turn()
 
-    def _mark_last_turn(self) -> None:
-        """Push a mark before the last turn of a postponed chat, so that this turn can be undone.
+    def _push_before_last_turn(self) -> None:
+        """Push the position before the last turn of a postponed chat, so that this turn can be undone.
 
-        Pushes no mark if the tokens before the turn cannot be told from the tokens of the turn.
+        Pushes nothing if the tokens before the turn cannot be told from the tokens of the turn.
         """
         n_message = max(n for n, message in enumerate(self.messages) if message["role"] == "user")
         tokens, n_reply = np.empty(0, np.int32), 0
@@ -292,7 +292,8 @@ class Conversation:
             except UsageError:
                 return
         if np.array_equal(tokens, self.writer.unread[: len(tokens)]):
-            self.undo_stack.push(Mark(len(tokens), n_message, n_reply, {**self.writer.save(), "unread": []}))
+            saved = {**self.writer.save(), "unread": []}
+            self.undo_stack.push(TurnEnd(len(tokens), n_message, n_reply, saved))
 
     # turns
 
@@ -322,14 +323,14 @@ class Conversation:
         if before:
             self.messages = self.messages[: before.n_message]
         tokens = self._tokens_of_turn(text, before)
-        mark = None if before else self.mark()
+        previous = None if before else self.turn_end()
         is_read = False
         try:
             with delayed:
-                if mark:
-                    # Push the mark even if `undoable` is False. The session saves the mark, so that a later
-                    # process can undo the turn
-                    self.undo_stack.push(mark)
+                if previous:
+                    # Push it even if `undoable` is False. The session saves it, so that a later process can
+                    # undo the turn
+                    self.undo_stack.push(previous)
                 self.version += 1
                 self.messages.append({"role": "user", "content": text})
                 is_whole = self.read_prompt(tokens, before)
@@ -340,17 +341,17 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": ""})
         return is_read
 
-    def read_prompt(self, tokens: np.ndarray, before: Mark | None = None) -> bool:
+    def read_prompt(self, tokens: np.ndarray, before: TurnEnd | None = None) -> bool:
         """Read i32[n] tokens that end with the reply header. Return False if reading was stopped.
 
         The tokens after `header.kept` are not read here. `write` reads them: the text that the template omits
         from earlier replies, and the beginning of the reply if a client gave it.
 
-        before: a mark to go back to first; None to read the tokens at the present end of the chat.
+        before: position to go back to first; None to read the tokens at the present end of the chat.
         """
         self._has_header = self.header.ends(tokens)
-        n = len(tokens) - (self.header.n_opening if self._has_header else 0)
-        self._opening = tokens[n:]
+        n = len(tokens) - (self.header.n_lead if self._has_header else 0)
+        self._lead = tokens[n:]
         n_cached = self._rewind_for(tokens[:n], before) if before else 0
         return self.writer.read(tokens[n_cached:n])
 
@@ -364,7 +365,7 @@ class Conversation:
             before, reply = self.messages, _reply("".join(self._written), template, splitter)
             self.messages = [*before, reply]
             stays = splitter.had_thought and not template.drops_thoughts
-            self.finish_reply(None if stays else header.start(template, before, reply))
+            self.finish_reply(None if stays else header.lead_of(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Generator[str, None, None]:
         """Yield the reply piece by piece. If a client gave the reply's beginning, it is not yielded.
@@ -381,8 +382,8 @@ class Conversation:
         # leave the reply unchanged if the engine cannot be rewound: a change would require reading the whole
         # chat again
         can_change = may_change and self._has_header and self.writer.engine.can_rewind
-        self._before_reply = self.mark() if can_change else None
-        if self.writer.read(self._opening):
+        self._before_reply = self.turn_end() if can_change else None
+        if self.writer.read(self._lead):
             for piece in self.writer.write(n_max):
                 self._written.append(piece)
                 yield piece
@@ -403,22 +404,21 @@ class Conversation:
         around = after_thought(model, self.template, budget, header, begun, may_call=may_call)
         self.writer.sampler.start(self.n_reply, around)
 
-    def finish_reply(self, start: str | None) -> None:
+    def finish_reply(self, lead: str | None) -> None:
         """Replace the reply in the cache by the form in which the template renders earlier replies.
 
-        start: text that the template writes between `header.kept` and the answer of an earlier reply, for
-        example a thought. None to leave the reply unchanged.
+        lead: lead of the reply in this form: see `Header`. None to leave the reply unchanged.
 
         If the reply in the cache already has this form, nothing is read. Otherwise the cache is rewound to
-        the end of `header.kept`, and only `start` and the answer are read.
+        the end of `header.kept`, and only `lead` and the answer are read.
         """
         before, self._before_reply = self._before_reply, None
         if not before:
             return
         text = "".join(self._written)
         answer = without_thought(text, self.splitter())
-        if start is not None and start + answer != self.header.left_out + text:
-            self._read_again(before, start, answer)
+        if lead is not None and lead + answer != self.header.lead + text:
+            self._read_again(before, lead, answer)
 
     def splitter(self) -> Splitter:
         """Return a splitter that divides the next reply into thought and answer.
@@ -429,8 +429,8 @@ class Conversation:
         return Splitter(self.template.tags, is_open=is_open)
 
     @delayed
-    def _read_again(self, before: Mark, start: str, answer: str) -> None:
-        """Rewind the cache to `before`, and read `start` and `answer`. Keep the messages and the sampler."""
+    def _read_again(self, before: TurnEnd, lead: str, answer: str) -> None:
+        """Rewind the cache to `before`, and read `lead` and `answer`. Keep the messages and the sampler."""
         sampler = self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
         if not self.writer.rewind(before.n_past, before.writer):
@@ -438,16 +438,16 @@ class Conversation:
             return
         self.version += 1
         sampler.resume(recent, seed)
-        text = start + marked(self.template.markers, answer)
+        text = lead + shielded(self.template.markers, answer)
         self.writer.read(tokens_of(self.writer.engine.model, text))
 
-    def _tokens_of_turn(self, text: str, before: Mark | None) -> np.ndarray:
-        """Return the tokens of a turn. before: mark of the turn that it replaces, or None."""
+    def _tokens_of_turn(self, text: str, before: TurnEnd | None) -> np.ndarray:
+        """Return the tokens of a turn. before: position before the turn that it replaces, or None."""
         if self.writer.is_new if before is None else before.n_token == 0:
             return self._start(text, before)
         return tokens_of(self.writer.engine.model, self.template.turn(self.messages[:-1], text))
 
-    def _start(self, text: str, before: Mark | None = None) -> np.ndarray:
+    def _start(self, text: str, before: TurnEnd | None = None) -> np.ndarray:
         """Return the tokens of a first turn. Pins the system prompt, and calls `hold_header`."""
         tokens, n = self._first(text)
         engine = self.writer.engine
@@ -489,7 +489,7 @@ class Conversation:
             "messages": self.messages,
             "n_reply": self.n_reply,
             "writer": self.writer.save(),
-            "marks": [mark[:-1] for mark in self.undo_stack.marks],
+            "marks": [end[:-1] for end in self.undo_stack.turn_ends],
             "effort": self.effort,
             "thought_budget": self.thought_budget,
         }, arrays
@@ -530,28 +530,28 @@ class Conversation:
             self.effort, self.thought_budget = effort, budget
 
     def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
-        """Continue as `restore` does, also with the saved thinking and marks, so that turns can be undone.
+        """Continue as `restore` does, also with the saved thinking and the saved ends of turns, for `undo`.
 
         Sessions have no copies. Earlier changes for which `undo` needs a copy therefore cannot be undone.
         """
         self._restore_with_thinking(meta, arrays)
-        # sessions of earlier versions have no marks
-        for mark in (Mark(*saved) for saved in meta.get("marks", ())):
-            # A server saves a mark after every reply. Keep only the marks that a user's message follows,
-            # because `undo` takes back one turn of the user
-            following = self.messages[mark.n_message : mark.n_message + 1]
+        # sessions of earlier versions have no "marks"
+        for end in (TurnEnd(*saved) for saved in meta.get("marks", ())):
+            # A server saves the end of every reply. Keep only those that a user's message follows, because
+            # `undo` takes back one turn of the user
+            following = self.messages[end.n_message : end.n_message + 1]
             if [message["role"] for message in following] == ["user"]:
-                self.undo_stack.push(mark)
+                self.undo_stack.push(end)
 
     # undo
 
-    def mark(self) -> Mark:
-        """Return a mark at the present end of the chat. Make a checkpoint if rewinding needs a checkpoint."""
+    def turn_end(self) -> TurnEnd:
+        """Return the present end of the chat. Make a checkpoint if rewinding needs a checkpoint."""
         self.writer.engine.checkpoints.take()
-        return Mark(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
+        return TurnEnd(self.writer.engine.n_past, len(self.messages), self.n_reply, self.writer.save())
 
     def _go_to(self, before: UndoPoint) -> None:
-        """Go back to a mark or a copy. Raises SessionError, changing nothing, if the copy is damaged."""
+        """Go back to a point. Raises SessionError, changing nothing, if it is a damaged copy."""
         if isinstance(before, Copy):
             saved = session.load(before.file, "the copy of the chat", before.archive)
             self._restore_with_thinking(*saved)
@@ -576,7 +576,7 @@ class Conversation:
                 self.undo_stack.push(Copy(command, *self._files()))
                 return True
             self._archive_file.close()
-        # without a copy, undo cannot reach the marks
+        # without a copy, undo cannot reach the ends of turns
         self.undo_stack.close()
         return False
 
@@ -602,7 +602,7 @@ class Conversation:
     def last_turn(self) -> LastTurn | None:
         """Return what `read_turn` and `put_back` need, or None where `newest_turn` is None."""
         before = self.undo_stack.newest
-        if not isinstance(before, Mark):
+        if not isinstance(before, TurnEnd):
             return None
         return LastTurn(before, self.writer.stream[before.n_token :], self.messages, self.writer.save())
 
@@ -616,8 +616,8 @@ class Conversation:
         self.messages = turn.messages
         self.version += 1
 
-    def _rewind_for(self, tokens: np.ndarray, before: Mark) -> int:
-        """Go back to a mark in order to read tokens i32[n] there. Return how many of them need no reading.
+    def _rewind_for(self, tokens: np.ndarray, before: TurnEnd) -> int:
+        """Go back to `before` in order to read tokens i32[n] there. Return how many of them need no reading.
 
         If the engine can be rewound to any token, equal tokens of the present stream stay in the cache. The
         last token has to be read in any case, because sampling needs its logits.
@@ -625,12 +625,12 @@ class Conversation:
         writer, engine = self.writer, self.writer.engine
         n = n_equal(writer.stream[before.n_token :], tokens[:-1])
         n_past = min(before.n_token + n, engine.n_past)
-        # the tokens that were unread at the mark come before those of the turn: they have been read since
+        # the tokens that were unread at `before` come before those of the turn: they have been read since
         saved = {**before.writer, "unread": []}
         if engine.rewinds_anywhere and n_past > before.n_token and writer.rewind(n_past, saved):
             return n_past - before.n_token
         writer.rewind(before.n_past, before.writer, again=True)
-        # later turns may need a checkpoint here: see `mark`
+        # later turns may need a checkpoint here: see `turn_end`
         engine.checkpoints.take()
         return 0
 
@@ -638,7 +638,7 @@ class Conversation:
     def newest_turn(self) -> str | None:
         """Text of the user in the last turn. None if the last change is not a turn, or cannot be undone."""
         before = self.undo_stack.newest
-        return self.messages[before.n_message]["content"] if isinstance(before, Mark) else None
+        return self.messages[before.n_message]["content"] if isinstance(before, TurnEnd) else None
 
     @delayed
     def _undo_last(self) -> None:
@@ -647,14 +647,14 @@ class Conversation:
             try:
                 self._go_to(before)
             except SessionError:
-                # Only the damaged copy held the stream from before the command. Drop the marks in that
-                # stream, because the engine cannot be rewound to them
-                self.undo_stack.drop_marks()
+                # Only the damaged copy held the stream from before the command. Drop the ends of turns in
+                # that stream, because the engine cannot be rewound to them
+                self.undo_stack.drop_turn_ends()
                 raise
         self.n_reply = max(n_reply, self.n_reply)
 
     def close(self) -> None:
-        """Drop all marks and copies."""
+        """Drop all ends of turns and copies."""
         self.finish_reply(None)
         self.undo_stack.close()
         self._archive_file.close()

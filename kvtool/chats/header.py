@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtool.chats.marks import tokens_of
+from kvtool.chats.shields import tokens_of
 from kvtool.chats.template import Message, Template
 from kvtool.llama.loaded.model import Model
 
@@ -22,7 +22,10 @@ _MORE = 2
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a reply, in two parts. The template repeats only the first part before earlier replies.
+    """Header of a reply, in two parts: `kept`, and a lead.
+
+    The template also writes `kept` before earlier replies. A lead is the text between `kept` and an answer,
+    for example a thought.
 
     Attributes
     ----------
@@ -30,35 +33,33 @@ class Header:
         Tokens of the header, i32[n].
     kept
         First part of the text.
-    left_out
-        Second part. It opens a thought or is an empty thought.
-    n_left_out
-        Number of tokens of the second part.
-    earlier
-        Text that the template writes between `kept` and the answer of an earlier reply without a thought.
+    lead
+        Second part, with which this reply begins. It opens a thought or is an empty thought.
+    earlier_lead
+        Lead of an earlier reply without a thought.
+    n_lead
+        Number of tokens after `kept`: those of the lead and of `begun`.
     begun
-        Beginning of the reply, if a client gives one. It follows both parts.
-    n_begun
-        Number of tokens after `kept` if `begun` is given, otherwise 0. All these tokens stay in the cache.
+        Beginning of the reply, if a client gives one. It follows both parts. The lead then stays in the
+        cache.
     """
 
     tokens: np.ndarray = field(compare=False)
     kept: str
-    left_out: str
-    n_left_out: int
-    earlier: str
+    lead: str
+    earlier_lead: str
+    n_lead: int
     begun: str = ""
-    n_begun: int = 0
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
         """Return a template's reply header.
 
-        If no tag of a thought is in `left_out` or `earlier`, the whole header becomes `kept`.
+        If no tag of a thought is in `lead` or `earlier_lead`, the whole header becomes `kept`.
         """
         header, earlier = template.reply_start(), template.earlier_start
         tokens = model.tokenize(header, special=True)
-        whole = cls(tokens, header, "", 0, template.tags.plain)
+        whole = cls(tokens, header, "", template.tags.plain, 0)
         if earlier is None:
             return whole
         thoughtful = template.start_of_earlier({"reasoning_content": "Hm."})
@@ -72,10 +73,10 @@ class Header:
             if not is_tag_cut and all(np.array_equal(cut, each[:n]) for each in others):
                 break
             kept = kept[:-1]
-        left_out, rest = header[len(kept) :], earlier[len(kept) :]
-        if not any(tag and tag in left_out + rest for tag in template.tags):
+        lead, earlier_lead = header[len(kept) :], earlier[len(kept) :]
+        if not any(tag and tag in lead + earlier_lead for tag in template.tags):
             return whole
-        return cls(tokens, kept, left_out, len(tokens) - n, rest)
+        return cls(tokens, kept, lead, earlier_lead, len(tokens) - n)
 
     def with_begun(self, model: Model, template: Template, begun: str) -> Header:
         """Return the header of a reply that begins with this text.
@@ -85,45 +86,49 @@ class Header:
         """
         start, end, _ = template.tags
         if begun.lstrip().startswith(start):
-            text = (self.kept + self.left_out).removesuffix(template.opening)
+            text = (self.kept + self.lead).removesuffix(template.opening)
         else:
-            text, earlier = self.kept + self.earlier, template.earlier_start
+            text, earlier = self.kept + self.earlier_lead, template.earlier_start
             if earlier and earlier.startswith(text):
                 # some templates put more text before an earlier reply, such as its recipient: keep this text
                 text = earlier
             if template.opens_thought and text.endswith(template.opening):
                 text += f"\n{end}\n\n"
         kept = os.path.commonprefix([self.kept, text])
-        words = template.marked({"role": "assistant", "content": begun})["content"]
+        words = template.shielded({"role": "assistant", "content": begun})["content"]
         tokens = tokens_of(model, text + words)
-        n_begun = len(tokens) - len(model.tokenize(kept, special=True))
-        return Header(
-            tokens, kept, text[len(kept) :], 0, (self.kept + self.earlier)[len(kept) :], begun, n_begun
-        )
+        n_lead = len(tokens) - len(model.tokenize(kept, special=True))
+        earlier_lead = (self.kept + self.earlier_lead)[len(kept) :]
+        return Header(tokens, kept, text[len(kept) :], earlier_lead, n_lead, begun)
 
-    def start(self, template: Template, before: Sequence[Message], reply: Message) -> str:
-        """Return the text that the template puts between `kept` and the answer of an earlier reply.
+    def lead_of(self, template: Template, before: Sequence[Message], reply: Message) -> str:
+        """Return the lead of an earlier reply.
 
         The reply is rendered with the messages before it, and with another message after it.
         """
         text = template.before_reply(before, reply) if "reasoning_content" in reply and self.kept else None
-        _, is_there, start = (text or "").rpartition(self.kept or "\0")
-        return start if is_there else self.earlier
+        _, is_there, lead = (text or "").rpartition(self.kept or "\0")
+        return lead if is_there else self.earlier_lead
 
     @property
     def n(self) -> int:
         return len(self.tokens)
 
     @property
-    def n_opening(self) -> int:
-        """Number of tokens after `kept`."""
-        return self.n_left_out + self.n_begun
+    def n_left_out(self) -> int:
+        """Number of tokens of the lead if the template may leave them out of earlier replies, otherwise 0."""
+        return 0 if self.begun else self.n_lead
+
+    @property
+    def n_held(self) -> int:
+        """Number of tokens that must not be evicted while they are the newest tokens."""
+        return self.n - self.n_lead if self.begun else self.n
 
     def ends(self, prompt: np.ndarray) -> bool:
         """True if a prompt i32[n] ends with the header. A prompt with a tool's result may end differently."""
         # The header's first token is not compared: in the prompt, this token may also contain text before the
         # header
-        n = min(self.n_opening + _MORE, self.n - 1, len(prompt))
+        n = min(self.n_lead + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
 
 

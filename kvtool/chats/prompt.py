@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.chats.marks import tokens_of
+from kvtool.chats.shields import tokens_of
 from kvtool.chats.template import GEMMA, RAW, Message, Template, TemplateError
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, ModelError
 from kvtool.llama.loaded.model import Model
 from kvtool.system.texts import read_text
 
-_MARKS = ("x", "y")
+_PROBES = ("x", "y")
 """Two texts that begin with different characters.
 
 At any place of a chat, at least one of these characters differs from the next character of the chat.
@@ -74,10 +74,10 @@ def system_prefix(template: Template, system: str, tools: list[Any] | None = Non
         return template.render([*first, {"role": "user", "content": user}], tools=tools)
 
     if tools:
-        return os.path.commonprefix([chat(system, mark) for mark in _MARKS]) or None
-    shown = chat(system, _MARKS[0])
-    end = end_of(shown, system, lambda text: chat(text, _MARKS[0]))
-    return shown[:end] if 0 < end <= _common(shown, chat(system, _MARKS[1])) else None
+        return os.path.commonprefix([chat(system, probe) for probe in _PROBES]) or None
+    shown = chat(system, _PROBES[0])
+    end = end_of(shown, system, lambda text: chat(text, _PROBES[0]))
+    return shown[:end] if 0 < end <= _common(shown, chat(system, _PROBES[1])) else None
 
 
 def request_prefix(template: Template, before: list[Message], request: str, text: str) -> str | None:
@@ -97,13 +97,14 @@ def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
     """Return the index at which `text` ends in a rendered chat `whole`; 0 if it cannot be found.
 
     Searching `whole` for `text` would not work, because the template may change `text`. Instead, the chat is
-    rendered again with each text of `_MARKS`, and compared with `whole`. If a mark is appended to `text`, the
-    first difference is at the end of `text`. If a mark replaces `text`, the first difference is at its start.
+    rendered again with each text of `_PROBES`, and compared with `whole`. If a probe is appended to `text`,
+    the first difference is at the end of `text`. If a probe replaces `text`, the first difference is at its
+    start.
 
     render: returns the rendered chat with another text in place of `text`.
     """
-    end = min(_common(whole, render(text + mark)) for mark in _MARKS)
-    start = min(_common(whole, render(mark)) for mark in _MARKS)
+    end = min(_common(whole, render(text + probe)) for probe in _PROBES)
+    start = min(_common(whole, render(probe)) for probe in _PROBES)
     return end if end > start else 0
 
 

@@ -85,13 +85,14 @@ class Roles:
 
     def _shows_all(self, roles: Sequence[str]) -> bool:
         """True if the template renders messages of these roles, in this order."""
-        marks = [f"kv{n}." for n in range(len(roles))]
+        stand_ins = [f"kv{n}." for n in range(len(roles))]
         try:
-            chat = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+            pairs = zip(roles, stand_ins, strict=True)
+            chat = [{"role": role, "content": stand_in} for role, stand_in in pairs]
             text = self._render(chat)
         except ModelError:
             return False
-        places = [text.find(mark) for mark in marks]
+        places = [text.find(stand_in) for stand_in in stand_ins]
         return places[0] >= 0 and places == sorted(set(places))
 
 

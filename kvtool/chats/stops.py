@@ -39,6 +39,6 @@ class Stops:
         return held
 
 
-def n_begun(text: AnyStr, mark: AnyStr) -> int:
-    """Return the largest n below len(mark) for which the text ends with the first n characters of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+def n_begun(text: AnyStr, tag: AnyStr) -> int:
+    """Return the largest n below len(tag) for which the text ends with the first n characters of `tag`."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

@@ -21,8 +21,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvtool.chats.marks import CUT, JOINT, marked
 from kvtool.chats.roles import Roles
+from kvtool.chats.shields import CUT, JOINT, shielded
 from kvtool.chats.thinking import THINK, Tags, tags_in
 from kvtool.errors import ModelError
 from kvtool.llama.loaded.markers import Markers
@@ -56,7 +56,7 @@ _QUESTION = "kvtool stands in for the question"
 """Texts that mark positions in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
-"""Text that `ensure_ascii` escapes in JSON. Single marks (see `chats.marks`) are not escaped."""
+"""Text that `ensure_ascii` escapes in JSON. Single shields (see `chats.shields`) are not escaped."""
 
 
 _MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
@@ -84,7 +84,7 @@ class _Generation(jinja2.ext.Extension):
 class Template:
     """Renders messages ({"role", "content"}) in the model's chat format. Raises TemplateError if it fails.
 
-    Texts of messages and tools are marked, so that they contain no markers: see `chats.marks`.
+    Texts of messages and tools are shielded, so that they contain no markers: see `chats.shields`.
 
     markers: markers of the model; None without a model.
 
@@ -97,7 +97,7 @@ class Template:
         self.markers = markers
         self.variables: Mapping[str, Any] = {}
         self._and_tags = markers and markers.and_tags(source)
-        self._marks = True
+        self._shields = True
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
@@ -131,8 +131,8 @@ class Template:
         "parameters"}}. A template may omit them.
         """
         shown = list(tools) if tools else None
-        if self._marks:
-            messages, shown = [*map(self.marked, messages)], marked(self.markers, shown)
+        if self._shields:
+            messages, shown = [*map(self.shielded, messages)], shielded(self.markers, shown)
         return self._as_it_is(self._roles.fitted(messages), reply, shown)
 
     @property
@@ -141,10 +141,10 @@ class Template:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     @cached_property
-    def of_marked(self) -> Template:
-        """Copy of the template for messages and tools that are already marked. The copy marks no texts."""
+    def of_shielded(self) -> Template:
+        """Copy of the template for messages and tools that are already shielded. The copy adds no shields."""
         other = self._copy()
-        other._marks = False
+        other._shields = False
         return other
 
     def under(self, variables: Mapping[str, Any]) -> Template:
@@ -181,26 +181,26 @@ class Template:
         # do not search `syntax`, because Jinja changes the tree that it searches: parse the source again
         return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
 
-    def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with marks in its texts."""
-        # a tool's result is untrusted: also mark the ordinary words that the template uses as tags
+    def shielded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with shields in its texts."""
+        # a tool's result is untrusted: also shield the ordinary words that the template uses as tags
         markers = self._and_tags if message["role"] == "tool" else self.markers
-        copied: dict[str, Any] = marked(markers, dict(message))
+        copied: dict[str, Any] = shielded(markers, dict(message))
         if message["role"] == "assistant" and isinstance(content := message.get("content"), str):
-            copied["content"] = self._marked_reply(content)
+            copied["content"] = self._shielded_reply(content)
         return copied
 
-    def _marked_reply(self, content: str) -> str:
-        """Mark a reply. Tags of a thought at its beginning get no marks, because the template reads them."""
+    def _shielded_reply(self, content: str) -> str:
+        """Shield a reply, but not the tags of a thought at its beginning, because the template reads them."""
         opening, end, _ = self.tags
         blanks, is_there, text = content.partition(opening)
         if not is_there or blanks.strip():
             if end not in content or not self.opens_thought:
-                return str(marked(self.markers, content))
+                return str(shielded(self.markers, content))
             blanks = opening = ""
             text = content
         thought, end, answer = text.partition(end)
-        return f"{blanks}{opening}{marked(self.markers, thought)}{end}{marked(self.markers, answer)}"
+        return f"{blanks}{opening}{shielded(self.markers, thought)}{end}{shielded(self.markers, answer)}"
 
     @cached_property
     def has_thoughts(self) -> bool:

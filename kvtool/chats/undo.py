@@ -1,14 +1,14 @@
-"""Marks and copies for undo: `kvtool.chats` explains these two ways to go back."""
+"""Ends of turns, and copies, for undo: `kvtool.chats` explains these two ways to go back."""
 
 from __future__ import annotations
 
 from io import FileIO
-from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvtool.chats.template import Message
+from kvtool.system.texts import first_words
 
 MAX_COPIES = 3
 """Maximum number of copies."""
@@ -17,12 +17,6 @@ MAX_COPIES = 3
 def turn_label(text: str) -> str:
     """Name of a turn in messages about undo: its first words, on one line."""
     return f'the turn "{first_words(text)}"'
-
-
-def first_words(text: str) -> str:
-    """Return the beginning of a text on one line, in at most 40 characters."""
-    words = " ".join(text.split())
-    return words if len(words) <= 40 else words[:39] + "\u2026"
 
 
 class Copy(NamedTuple):
@@ -41,13 +35,15 @@ class Copy(NamedTuple):
             self.archive.close()
 
 
-class Mark(NamedTuple):
-    """Position in a chat between two turns, to which the cache can be rewound. Sessions save it as JSON.
+class TurnEnd(NamedTuple):
+    """End of a turn, or the start of a chat. The cache can be rewound to it. Sessions save it as JSON.
 
     Attributes
     ----------
     n_past
         Number of decoded tokens.
+    n_message
+        Number of messages of the chat up to here.
     n_reply
         See `Conversation`.
     writer
@@ -68,7 +64,7 @@ class Mark(NamedTuple):
         return self.n_past + len(self.writer["unread"])
 
     def close(self) -> None:
-        """Do nothing: a mark has no files."""
+        """Do nothing: the end of a turn has no files."""
 
 
 class LastTurn(NamedTuple):
@@ -79,18 +75,18 @@ class LastTurn(NamedTuple):
     writer: state of the writer after the reply, from `Writer.save`.
     """
 
-    before: Mark
+    before: TurnEnd
     tokens: np.ndarray
     messages: list[Message]
     writer: dict[str, Any]
 
 
-UndoPoint: TypeAlias = "Copy | Mark"
+UndoPoint: TypeAlias = "Copy | TurnEnd"
 """State of a chat before a change."""
 
 
 class UndoStack:
-    """Stack of marks and copies, oldest first. The oldest are dropped if there are too many copies."""
+    """Ends of turns and copies, oldest first. The oldest are dropped if there are too many copies."""
 
     def __init__(self) -> None:
         self._points: list[UndoPoint] = []
@@ -104,10 +100,15 @@ class UndoStack:
         return self._points[-1] if self._points else None
 
     @property
-    def marks(self) -> list[Mark]:
-        """The marks that are newer than all copies. Older marks belong to streams that only copies hold."""
-        newest = takewhile(lambda point: isinstance(point, Mark), reversed(self._points))
-        return [point for point in newest if isinstance(point, Mark)][::-1]
+    def turn_ends(self) -> list[TurnEnd]:
+        """The ends of turns after all copies. Older ones belong to streams that only copies hold."""
+        newest: list[TurnEnd] = []
+        for point in self._points:
+            if isinstance(point, Copy):
+                newest.clear()
+            else:
+                newest.append(point)
+        return newest
 
     def push(self, point: UndoPoint) -> None:
         self._points.append(point)
@@ -115,20 +116,20 @@ class UndoStack:
             self._points.pop(0).close()
 
     def pop(self) -> UndoPoint:
-        """Remove and return the newest mark or copy. The caller must close it."""
+        """Remove and return the newest end of a turn or copy. The caller must close it."""
         return self._points.pop()
 
-    def drop_marks(self) -> None:
-        """Drop the marks that are newer than all copies."""
-        del self._points[len(self._points) - len(self.marks) :]
+    def drop_turn_ends(self) -> None:
+        """Drop the ends of turns that are newer than all copies."""
+        del self._points[len(self._points) - len(self.turn_ends) :]
 
     def drop_copies(self) -> None:
-        """Drop all copies, and the marks that are older than any of them."""
-        marks = self.marks
+        """Drop all copies, and the ends of turns that are older than any of them."""
+        newest = self.turn_ends
         for point in self._points:
             point.close()
-        self._points = [*marks]
+        self._points = [*newest]
 
     def close(self) -> None:
         self.drop_copies()
-        self.drop_marks()
+        self.drop_turn_ends()

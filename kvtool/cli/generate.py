@@ -100,8 +100,8 @@ def generate(
     if output.logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json")
     with open_writer(run, generation) as (opened, writer), stopped_by_signals():
-        from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix, template_of
+        from kvtool.chats.shields import escaped
         from kvtool.config.report import report
 
         engine = opened.engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,7 +35,7 @@ def locate(model: str | None, *, paths: bool = True) -> Path:
     model_shown, name = shown(model_name), shown(path.name)
     if model_name not in registry() and name not in model_shown:
         is_part = path.name == first_part(Path(model_name)).name
-        sys.stderr.write(f"{model_shown}: {'reading the first part, ' * is_part}{name}\n")
+        say(f"{model_shown}: {'reading the first part, ' * is_part}{name}")
     return path
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.console import say
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.system import files, interrupt
 from kvtool.system.paths import extra_command
@@ -121,4 +121,4 @@ def write(path: Path, data: bytes) -> None:
         files.write(path.expanduser(), data)
     except OSError as error:
         raise KvtoolError(f"cannot write {path}: {error.strerror}") from None
-    sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")
+    say(f"wrote {path} ({format_bytes(len(data))})")

@@ -13,7 +13,7 @@ from kvtool.cli.completion import sessions
 from kvtool.cli.declared import Json
 from kvtool.cli.listed import COMMANDS
 from kvtool.errors import SessionError
-from kvtool.system.texts import json_text, shown
+from kvtool.system.texts import first_words, json_text, shown
 from kvtool.units import format_bytes
 
 app = typer.Typer(help=COMMANDS["session"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
@@ -71,7 +71,6 @@ def show(file: File, as_json: Json = False) -> None:
 
 def _print(info: dict[str, Any], has_archive: bool) -> None:
     """Print the values as a table, without the problem, and only the first words of the system prompt."""
-    from kvtool.chats.undo import first_words
     from kvtool.cli.console import print_table
 
     parameters = dict(info["parameters"])

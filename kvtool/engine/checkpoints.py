@@ -79,9 +79,9 @@ class Checkpoints:
     Attributes
     ----------
     max_bytes
-        Maximum bytes of all checkpoints. Default: see `_N_ROOM` and `_MIN_MEMORY_SHARE`. It is 0 if the
-        argument is 0, if memory is short, or if a stream can be rewound without checkpoints. It is also 0 if
-        there is an archive, but a rewind cannot restore the rows (see `PolicyCache.keeps_all`).
+        Maximum bytes of all checkpoints. Default: see `_N_ROOM` and `_MIN_MEMORY_SHARE`. If it is 0, no
+        checkpoints are made. It is 0 in four cases: the argument is 0; memory is short; any token can be
+        reached without a checkpoint; an archive exists, but the policy has state or reads signals.
     are_whole
         True if a checkpoint is a copy of the whole cache.
     is_paused
@@ -99,7 +99,7 @@ class Checkpoints:
         self.max_bytes = 0
         if max_bytes == 0 or not (self.are_whole or (cache.context.fixed_state and cache.keeps_all)):
             return
-        n_bytes = self._max_bytes
+        n_bytes = self._one_max_bytes
         if cache.context.model.is_on_gpu:
             self.spacing = max(SPACING, n_bytes // _GPU_TOKEN_BYTES)
         if max_bytes is None:
@@ -118,7 +118,7 @@ class Checkpoints:
             self.max_bytes = max_bytes
 
     @property
-    def _max_bytes(self) -> int:
+    def _one_max_bytes(self) -> int:
         """Maximum bytes of a checkpoint."""
         cache, context = self._cache, self._cache.context
         n_fixed = context.fixed_state.n_bytes if context.fixed_state else 0
@@ -151,7 +151,7 @@ class Checkpoints:
 
         The limit is not reduced below the size of eight checkpoints.
         """
-        self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _N_ROOM * self._max_bytes))
+        self.max_bytes = min(self.max_bytes, max(self.max_bytes // n, _N_ROOM * self._one_max_bytes))
 
     @property
     def is_due(self) -> bool:
@@ -170,7 +170,7 @@ class Checkpoints:
         cache, rows = self._cache, self._cache.rows
         if not self.max_bytes or not rows.n_past or (self._all and self._all[-1].n_past == rows.n_past):
             return
-        n_most = self._max_bytes
+        n_most = self._one_max_bytes
         while self._all and self.n_bytes + n_most > self.max_bytes:
             # make room before the copy is made, so that all checkpoints together never exceed the limit
             del self._all[_least_useful(self._all, rows.n_past)]
@@ -251,12 +251,12 @@ class Checkpoints:
                 if self._fits(part, data, n_cell):
                     self._all.append(Checkpoint(part, data))
         while self.n_bytes > self.max_bytes:
-            del self._all[0]
+            del self._all[_least_useful(self._all, self._cache.rows.n_past)]
 
     def _fits(self, part: SavedCheckpoint, data: np.ndarray, n_cell: int) -> bool:
         """True if the stream can be rewound to a session's checkpoint."""
         if not self.are_whole:
-            return part.n_bytes == len(data) == self._max_bytes
+            return part.n_bytes == len(data) == self._one_max_bytes
         try:
             arrays = arrays_in(data)
             snapshot.check(self._cache, arrays, n_cell)

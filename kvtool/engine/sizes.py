@@ -34,7 +34,8 @@ class Sizes(NamedTuple):
     n_cell
         Maximum number of tokens in the cache before an eviction.
     n_batch
-        Maximum number of tokens of a step while there are archived tokens.
+        Maximum number of tokens of a step while there are archived tokens. Otherwise, `settings.n_batch` is
+        the maximum.
     n_chunk
         Maximum number of tokens of an exact chunk (see `ExactReader`); 0 if no text is read exactly.
     """
@@ -84,9 +85,8 @@ def open_context(
 
     Raises UsageError if the cache needs more cells than the model allows (`Layers.max_cells`).
     """
-    n_cell = sizes.n_start
     # ragged rows begin with fewer than n_live cells, and grow later
-    _check_index(model, max(n_cell, pad(policy.n_live)))
+    _check_index(model, max(sizes.n_start, pad(policy.n_live)))
     how: dict[str, Any] = {
         "type_k": settings.type_k,
         "type_v": settings.type_v,
@@ -98,16 +98,16 @@ def open_context(
         # imported here, because most chats do not need this module
         from kvtool.llama.cache.full_context import FullContext
 
-        return FullContext(model, n_cell, settings.n_batch, **how)
+        return FullContext(model, sizes.n_start, settings.n_batch, **how)
     fills_all = policy.recall and model.layers.has_values
     context = Context(
         model,
-        n_cell,
+        sizes.n_start,
         max(settings.n_batch, sizes.n_chunk),
         request,
         ragged=policy.ragged,
         # steps fill all cells after the live cells, including the cells that `pad` has added
-        n_filled=n_cell - policy.n_live if fills_all else 0,
+        n_filled=sizes.n_start - policy.n_live if fills_all else 0,
         n_draft=settings.n_draft,
         repeats=bool(policy.recall and settings.resident),
         n_defer=min(policy.slack, _N_DEFER) if policy.slack > 1 else 0,
@@ -129,6 +129,6 @@ def open_context(
 def _check_index(model: Model, n_cell: int) -> None:
     if n_cell > (n_most := model.layers.max_cells):
         raise UsageError(
-            f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
-            f"choose a smaller --budget, --batch-size or --ctx-size: {n_cell:,} cells are needed"
+            f"{model.path.name} attends only to {n_most:,} cells that its index chooses, so its cache has at "
+            f"most that many; {n_cell:,} are needed: choose a smaller --budget, --batch-size or --ctx-size"
         )

@@ -13,8 +13,8 @@ import numpy as np
 
 from kvtool.chats.effort import NAMES, Efforts
 from kvtool.chats.header import Header
-from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
+from kvtool.chats.shields import shielded, tokens_of
 from kvtool.chats.template import Template, TemplateError
 from kvtool.errors import ModelError
 from kvtool.llama.grammar.constraint import Vocabulary
@@ -24,10 +24,10 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.requests import ChatRequest
 from kvtool.serve.api.thinking import ThinkingOptions, template_for
-from kvtool.serve.store.history import START, History
+from kvtool.serve.store.history import LEAD, History
+from kvtool.serve.tools.conversion import for_template, tools_text
 from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import HARMONY, Format
-from kvtool.serve.tools.prompt import for_template, tools_text
 
 _N_KEPT = 16
 """Maximum number of `Rendering` objects that are kept. Each set of template variables has one."""
@@ -106,7 +106,7 @@ class Rendering:
         self._model = model
         self.template = template
         self.variables_key = variables_key
-        self._bare = template.of_marked
+        self._bare = template.of_shielded
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
         # text of the template's own reply header if `with_begun` made this object; otherwise ""
@@ -121,7 +121,7 @@ class Rendering:
     def with_begun(self, begun: str) -> Rendering:
         """Return a rendering for replies that begin with the text `begun`."""
         other = copy(self)
-        other._last, other._replaced = None, self.header.kept + self.header.left_out
+        other._last, other._replaced = None, self.header.kept + self.header.lead
         other.header = self.header.with_begun(self._model, self.template, begun)
         return other
 
@@ -130,9 +130,9 @@ class Rendering:
         if not self._replaced:
             return text
         # some templates write no header after a tool's result
-        header = self.header.kept + self.header.left_out if text.endswith(self._replaced) else ""
+        header = self.header.kept + self.header.lead if text.endswith(self._replaced) else ""
         begun = {"role": "assistant", "content": self.header.begun}
-        content: str = self.template.marked(begun)["content"]
+        content: str = self.template.shielded(begun)["content"]
         return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -149,8 +149,8 @@ class Rendering:
     def history(self, name: str | None, messages: list[Message], tools: list[Any]) -> History:
         """Return the `History` of a chat, with thoughts in the form in which the template renders them."""
         compared = list(messages)
-        for i, region in self._starts(messages, tools).items():
-            compared[i] = self._with_start(messages[i], region)
+        for i, region in self._regions(messages, tools).items():
+            compared[i] = self._with_lead(messages[i], region)
         return History(name, tools, compared, self.variables_key)
 
     def earlier_reply(
@@ -158,8 +158,8 @@ class Rendering:
     ) -> tuple[Message, str | None]:
         """Return the reply to these messages, in the form that it will have in later requests.
 
-        Returns the message to add to `History`, and the text between `Header.kept` and the answer, such as
-        the thought. The text is None if it is unknown.
+        Returns the message to add to `History`, and the lead of the reply (see `Header`), such as the
+        thought. The lead is None if it is unknown.
 
         To find this form, the chat is rendered with placeholders after the reply. The placeholders are
         results of the reply's calls, or a user's message if there are no calls.
@@ -169,40 +169,39 @@ class Rendering:
         calls = reply.get("tool_calls", ())
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "."} for call in calls]
         chat = [*messages, reply, *(results or [{"role": "user", "content": "."}])]
-        region = self._starts(chat, tools).get(len(messages))
+        region = self._regions(chat, tools).get(len(messages))
         if region is None:
             return reply, None
-        return self._with_start(reply, region), self._behind_header(region)
+        return self._with_lead(reply, region), self._after_kept(region)
 
-    def _with_start(self, reply: Message, region: str) -> Message:
-        """Return the reply with a field START: the text before the answer, such as the thought.
+    def _with_lead(self, reply: Message, region: str) -> Message:
+        """Return the reply with its lead in the field LEAD. The field is omitted if it is `_usual_lead`.
 
-        The field is omitted if this text is `_usual_start`, which the template writes if there is no thought.
-
-        region: the text between the previous reply and this reply.
+        region: see `_regions`.
         """
-        start = self._thought_in(region)
+        lead = self._lead_in(region)
         # clients strip white space from thoughts; normalize the white space, so that equal thoughts have
         # equal digests
-        return reply if start == self._usual_start else {**reply, START: " ".join(start.split())}
+        return reply if lead == self._usual_lead else {**reply, LEAD: " ".join(lead.split())}
 
     @cached_property
-    def _usual_start(self) -> str:
-        return self._thought_in(self.template.earlier_start or "")
+    def _usual_lead(self) -> str:
+        """Lead that the template writes for a reply without a thought."""
+        return self._lead_in(self.template.earlier_start or "")
 
-    def _behind_header(self, region: str) -> str | None:
+    def _after_kept(self, region: str) -> str | None:
         """Return the part of a text after the last `Header.kept`. None if the text has no such header."""
         at = region.rfind(self.header.kept) if self.header.kept else -1
         return region[at + len(self.header.kept) :] if at >= 0 else None
 
-    def _thought_in(self, region: str) -> str:
-        """Return the reply's text before its answer, such as the thought. region: see `_with_start`.
+    def _lead_in(self, region: str) -> str:
+        """Return the lead of a reply. region: see `_regions`.
 
-        This text follows the last `Header.kept`. If the region does not have `Header.kept`, return the
+        The lead follows the last `Header.kept`. If the region does not have `Header.kept`, return the
         thought at the end of the region, or "" if the region does not end with a thought.
         """
-        if (start := self._behind_header(region)) is not None:
-            return start
+        if (lead := self._after_kept(region)) is not None:
+            return lead
         opening, end, _ = self.template.tags
         bare = region.rstrip()
         if not bare.endswith(end.rstrip()):
@@ -210,10 +209,10 @@ class Rendering:
         at = bare.rfind(opening)
         return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
 
-    def _starts(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
-        """Return, for each reply, the text between the previous reply and this reply.
+    def _regions(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
+        """Return the region of each reply: the text between the previous reply's answer and this answer.
 
-        The keys are the indexes of the replies in `messages`. The text includes the thought of the reply if
+        The keys are the indexes of the replies in `messages`. The region includes the thought of the reply if
         the template shows the thought. Replies that the template leaves out are missing. The result is empty
         if the model does not think, or if the template cannot render the chat.
         """
@@ -224,19 +223,19 @@ class Rendering:
         ]
         if not (replies and self.template.has_thoughts):
             return {}
-        chat, marks = list(messages), {i: f"kvtool stands in for reply {i}." for i in replies}
+        chat, placeholders = list(messages), {i: f"kvtool stands in for reply {i}." for i in replies}
         for i in replies:
-            chat[i] = {**messages[i], "content": marks[i]}
+            chat[i] = {**messages[i], "content": placeholders[i]}
         try:
             text = self._text(*self._prepared(chat, tools))
         except ModelError:
             return {}
-        starts: dict[int, str] = {}
+        regions: dict[int, str] = {}
         at = 0
-        for i, mark in marks.items():
-            if (end := text.find(mark, at)) >= 0:
-                starts[i], at = text[at:end], end + len(mark)
-        return starts
+        for i, placeholder in placeholders.items():
+            if (end := text.find(placeholder, at)) >= 0:
+                regions[i], at = text[at:end], end + len(placeholder)
+        return regions
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         prepared, shown_tools = self._prepared(messages, tools)
@@ -287,11 +286,9 @@ class Rendering:
     def _after_last_call(self, messages: list[Message], i: int, tools: list[Any]) -> str:
         """Return the text of a chat from the end of the call on that ends the reply `messages[i - 1]`."""
         prepared, shown_tools = self._prepared(messages[:i], tools)
-        before = self._bare.render(prepared, tools=shown_tools, reply=False)
-        before, whole = (
-            before.removesuffix(self.format.end_token),
-            self._text(*self._prepared(messages, tools)),
-        )
+        rendered = self._bare.render(prepared, tools=shown_tools, reply=False)
+        before = rendered.removesuffix(self.format.end_token)
+        whole = self._text(*self._prepared(messages, tools))
         if not whole.startswith(before):
             raise TemplateError("the model's chat template leaves calls out")
         return whole.removeprefix(before)
@@ -327,7 +324,7 @@ class Rendering:
         return call_rules.call_or(request.tools, rules), [*remarks, *call_rules.remarks]
 
     def _prepared(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Return the arguments of `_text`: messages, and the tools that the template shows, all marked.
+        """Return the arguments of `_text`: messages, and the tools that the template shows, all shielded.
 
         The tools are None if there are no tools, or if the system prompt lists them because the template has
         no native format for tools.
@@ -335,7 +332,7 @@ class Rendering:
         if self.format is HARMONY:
             # the template fails if a tool has no description
             tools = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
-        prepared, shown_tools = for_template(messages, self.template), marked(self.template.markers, tools)
+        prepared, shown_tools = for_template(messages, self.template), shielded(self.template.markers, tools)
         if tools and not Format.native(self.template):
             is_system = bool(prepared) and prepared[0]["role"] == "system"
             system = prepared[0]["content"] if is_system else ""

@@ -25,7 +25,7 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
-from kvtool.serve import prompts
+from kvtool.serve import text_prompts
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.api.thinking import ThinkingOptions
@@ -95,7 +95,8 @@ class Slot:
         """Return how many tokens at the start of a request need not be read, because the engine has them."""
         try:
             if isinstance(request, TextRequest):
-                return prompts.n_reused(self.writer, request, prompts.tokens_of(self.model, request.prompt))
+                tokens = text_prompts.tokens_of(self.model, request.prompt)
+                return text_prompts.n_reused(self.writer, request, tokens)
             if not (self._resumer and isinstance(request, ChatRequest) and request.reuses):
                 return 0
             self._resumer.use(self._rendering(request)[0])
@@ -150,8 +151,8 @@ class Slot:
         conversation.may_call = rendering.may_call(request)
         history = rendering.history(request.name, request.messages, tools)
         callable_tools = [] if request.choice.kind == "none" else request.tools
-        marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
-        self._start(job, request, conversation.shown | marks, rules)
+        tags = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
+        self._start(job, request, conversation.shown | tags, rules)
         if request.begun:
             # call this before the prompt is read: it raises an error if a grammar forbids the text with which
             # the client begins the reply
@@ -219,14 +220,14 @@ class Slot:
         started = time.perf_counter()
         if self._resumer:
             self._resumer.forget_chat()
-        tokens = prompts.tokens_of(self.model, request.prompt)
+        tokens = text_prompts.tokens_of(self.model, request.prompt)
         self._check_length(len(tokens))
-        n_cached = prompts.rewind(self.writer, request, tokens)
+        n_cached = text_prompts.rewind(self.writer, request, tokens)
         job.prompt_counts = {"n_prompt": len(tokens), "n_cached": n_cached}
         prompt = request.prompt
         text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
         after_step = self._scoring(tokens, text, request) if request.is_scored else None
-        if not prompts.read(self.writer, request, tokens[n_cached:], after_step):
+        if not text_prompts.read(self.writer, request, tokens[n_cached:], after_step):
             return
         prompt_read = self._prompt_read(job.prompt_counts, started)
         # the penalties count the prompt
@@ -385,10 +386,9 @@ def _banned(model: Model, request: Request) -> set[int]:
 
 def _parser(rendering: Rendering, request: ChatRequest, tools: list[dict[str, Any]]) -> Parser | None:
     """Return a parser for calls of tools, or None if there are no tools."""
-    rules: Literal["", "call", "or"] = (
-        "or" if request.output_format and request.output_format.kind != "grammar" else ""
-    )
-    rules = "call" if request.choice.kind == "required" else rules
+    is_formatted = request.output_format and request.output_format.kind != "grammar"
+    rules: Literal["", "call", "or"]
+    rules = "call" if request.choice.kind == "required" else "or" if is_formatted else ""
     # the rules allow only one call
     one_call = request.choice.one_call and not rules
     return Parser(rendering.format, tools, rules, one_call=one_call) if tools else None

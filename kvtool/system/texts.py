@@ -47,6 +47,12 @@ def shown(text: object) -> str:
     return str(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+def first_words(text: str) -> str:
+    """Return the beginning of a text on one line, in at most 40 characters."""
+    words = " ".join(text.split())
+    return words if len(words) <= 40 else words[:39] + "\u2026"
+
+
 def json_text(value: Any, indent: int | None = None) -> str:
     """Encode a value as ASCII JSON. NaN and infinite numbers become null; for paths, see `shown`."""
     import json

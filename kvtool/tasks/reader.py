@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.chats.marks import escaped, tokens_of
 from kvtool.chats.prompt import wants_bos
+from kvtool.chats.shields import escaped, tokens_of
 from kvtool.chats.template import Message, Template
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine

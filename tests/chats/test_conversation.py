@@ -16,7 +16,7 @@ from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
-from kvtool.chats.undo import MAX_COPIES, Copy, Mark, UndoStack, turn_label
+from kvtool.chats.undo import MAX_COPIES, Copy, TurnEnd, UndoStack, turn_label
 from kvtool.chats.writer import Writer
 from kvtool.cli.chat.files import ChatFiles
 from kvtool.cli.chat.screen import Terminal, whereabouts
@@ -521,7 +521,7 @@ def test_recall_undoes_turns_without_copies(chat, monkeypatch):
         replies.append("".join(talk.reply(text, 12)))
     engine, n_all = talk.writer.engine, talk.writer.engine.n_past
     assert engine.n_archived > 200
-    assert len(talk.undo_stack) == len(talk.undo_stack.marks) == len(texts)
+    assert len(talk.undo_stack) == len(talk.undo_stack.turn_ends) == len(texts)
     read, plain = [], engine.context.decode
     monkeypatch.setattr(
         engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
@@ -634,7 +634,7 @@ def test_undo_reads_the_chat_again_if_archive_or_checkpoints_lack_it(chat, setti
         "".join(talk.reply(text, 12))
     messages, writer = list(talk.messages), talk.writer
     stream = writer.tokens
-    before = talk.undo_stack.marks[3]
+    before = talk.undo_stack.turn_ends[3]
     for _ in range(3):
         assert talk.undo_turn() == text
     assert talk.messages == messages[:6]
@@ -716,9 +716,9 @@ def copy_of(n):
 def test_undo_stack_drops_its_oldest_copies_first():
     copies, files = UndoStack(), [copy_of(1) for _ in range(MAX_COPIES + 2)]
     for i, file in enumerate(files):
-        copies.push(Mark(i, 0, 0, {"unread": []}))
+        copies.push(TurnEnd(i, 0, 0, {"unread": []}))
         copies.push(Copy(str(i), file))
-    # the mark before the oldest copy that is left belongs to the same stream
+    # the end of the turn before the oldest copy that is left belongs to the same stream
     assert len(copies) == 2 * MAX_COPIES
     assert [file.closed for file in files] == [True] * 2 + [False] * MAX_COPIES
     assert copies.pop().command == str(MAX_COPIES + 1)

@@ -11,8 +11,8 @@ from kvtool.chats.template import Template
 from kvtool.errors import ModelError
 from kvtool.llama.loaded.model import Model
 from kvtool.serve.rendering import Rendering
+from kvtool.serve.tools.conversion import tools_text
 from kvtool.serve.tools.formats import HERMES, MISTRAL
-from kvtool.serve.tools.prompt import tools_text
 from tests import tiny
 from tests.blocking_policy import TIMEOUT_S
 from tests.serve.http_requests import check_messages as check

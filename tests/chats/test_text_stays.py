@@ -9,9 +9,9 @@ from contextlib import ExitStack, closing
 import httpx2 as httpx
 import pytest
 
-from kvtool.chats import marks
-from kvtool.chats.marks import CUT, JOINT, tokens_of
+from kvtool.chats import shields
 from kvtool.chats.prompt import request_prefix, system_prefix, template_of
+from kvtool.chats.shields import CUT, JOINT, tokens_of
 from kvtool.chats.template import Template
 from kvtool.llama.loaded.model import Model
 from kvtool.serve.rendering import Rendering
@@ -138,7 +138,7 @@ def test_markers_in_texts_never_become_control_tokens(model, template):
     harmless = special(model, rendering.whole(*chat("x"))[0])
     assert harmless
     for marker in model.markers:
-        # `marks` inserts JOINT and CUT into texts
+        # `shields` inserts JOINT and CUT into texts
         for text in (marker, f"{marker}{marker}", marker[:-1], f"{JOINT}{marker}{CUT}{CUT}"):
             tokens, _ = rendering.whole(*chat(text))
             assert special(model, tokens) == harmless
@@ -178,10 +178,10 @@ def test_text_between_two_markers_is_tokenized_as_one_plain_text(model, template
 @EACH_TEMPLATE
 def test_long_chat_tokenized_in_parts_gives_the_same_tokens(model, template, monkeypatch):
     text = template.render([message(role, f"<b>  {n}<think> ") for n in range(30) for role in ROLES[1:3]])
-    assert len(text) <= marks._LONG
+    assert len(text) <= shields._LONG
     wholes = [tokens_of(model, text, start=start).tolist() for start in (False, True)]
     sizes, tokenize = [], model.tokenize
-    monkeypatch.setattr(marks, "_LONG", 50)
+    monkeypatch.setattr(shields, "_LONG", 50)
     monkeypatch.setattr(
         model, "tokenize", lambda part, **options: sizes.append(len(part)) or tokenize(part, **options)
     )
@@ -190,7 +190,7 @@ def test_long_chat_tokenized_in_parts_gives_the_same_tokens(model, template, mon
 
 
 def test_long_text_is_not_cut_at_markers_that_may_be_part_of_others(vocab, monkeypatch):
-    monkeypatch.setattr(marks, "_LONG", 1)
+    monkeypatch.setattr(shields, "_LONG", 1)
     control = ["<a>", "<b>", "(<b>)", "<c", "c>>>", "<d>>", "d<d>"]
     model = vocab(control=control)
     assert [token for token in control if model.markers.separates(token)] == ["<a>", "(<b>)", "c>>>"]

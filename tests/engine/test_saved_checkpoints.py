@@ -184,6 +184,21 @@ def test_checkpoints_that_do_not_fit_are_left_out(tiny_model, path):
         assert checkpoint_data(other) == checkpoint_data(engine)[1:]
 
 
+def test_restored_checkpoints_are_thinned_as_new_ones_are(tiny_model, path):
+    with start_engine(tiny_model, "full") as engine:
+        engine.read(random_tokens(600))
+        save(path, engine)
+        places, n_bytes = [each.n_past for each in engine.checkpoints], engine.context.fixed_state.n_bytes
+    assert len(places) == 9
+    with start_engine(tiny_model, "full", checkpoints=4 * n_bytes) as other:
+        other.restore(session.read(path)[1])
+        kept = [each.n_past for each in other.checkpoints]
+    # the distance between checkpoints grows with their age, so one of the older half is kept
+    assert len(kept) == 4
+    assert kept[0] < places[4]
+    assert kept[-1] == places[-1]
+
+
 def test_two_sessions_share_no_archive_file(tiny_model, path):
     with start_engine(tiny_model, "full") as engine:
         engine.read(random_tokens(100))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvtool.serve.api import messages, tools
+from kvtool.serve.api import messages, request_tools
 from tests.blocking_policy import TIMEOUT_S
 from tests.serve.killed_server import events, get_response
 
@@ -25,7 +25,7 @@ def check_messages(body):
 
 def check_tools(body):
     """Check the tools of a request to /v1/chat/completions."""
-    return tools.check_tools(tools.listed(body))
+    return request_tools.check_tools(request_tools.listed(body))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.serve.api import anthropic, messages
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.tools import check_tools
+from kvtool.serve.api.request_tools import check_tools
 from kvtool.serve.http import app
 from kvtool.serve.http.gate import Limits
 from tests.blocking_policy import TIMEOUT_S

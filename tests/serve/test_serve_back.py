@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from kvtool.chats import session
-from kvtool.chats.undo import Mark, turn_label
+from kvtool.chats.undo import TurnEnd, turn_label
 from kvtool.llama.loaded.model import Model
 from kvtool.serve.api import requests
 from kvtool.serve.api.requests import Defaults
@@ -109,11 +109,11 @@ def test_chat_stored_by_another_server_can_be_rewound(talker, tmp_path, options,
     if is_old:
         (path,) = tmp_path.glob("*.kv")
         meta, arrays = session.read(path)
-        marks = [Mark(*saved) for saved in meta["marks"]]
-        turns = [(mark.n_message, mark.n_token, mark.writer["recent"]) for mark in marks]
+        ends = [TurnEnd(*saved) for saved in meta["marks"]]
+        turns = [(end.n_message, end.n_token, end.writer["recent"]) for end in ends]
         beginnings = [""] * (len(messages) + 1)
-        for mark in marks:
-            beginnings[mark.n_message] = mark.digest
+        for end in ends:
+            beginnings[end.n_message] = end.digest
         meta |= {"marks": [], "turns": turns, "beginnings": beginnings}
         session.write(path, meta, arrays.items())
     with start_server(talker, *arguments) as server:

@@ -159,8 +159,8 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
             earlier = template.render([user, message("assistant", "Kvtool says so."), later])
             base = Header.of(model, template)
             header = base.with_begun(model, template, "Kvtool says")
-            text = template.render([user]).removesuffix(base.kept + base.left_out)
-            text += header.kept + header.left_out + "Kvtool says"
+            text = template.render([user]).removesuffix(base.kept + base.lead)
+            text += header.kept + header.lead + "Kvtool says"
             prompt_end = earlier[
                 earlier.index("Kvtool asks.") : earlier.index("Kvtool says") + len("Kvtool says")
             ]

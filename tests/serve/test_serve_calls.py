@@ -441,3 +441,16 @@ def test_argument_types_are_found_through_definitions():
     text = formats.XML.written([("f", values)])
     expected = {"size": "1", "loop": 1, "list": [1], "code": "2", "no": 1}
     assert parsed(formats.XML, [text], [tool("f", schema)]) == [("f", expected)]
+
+
+def test_invalid_parts_of_a_schema_name_no_types():
+    schema = {
+        "properties": {
+            "list": {"type": [{}, ["string"], "string"]},
+            "number": {"anyOf": 5, "oneOf": {"type": "string"}},
+            "choice": {"anyOf": [None, {"type": "string"}], "enum": 5},
+        }
+    }
+    text = formats.XML.written([("f", {"list": "1", "number": "1", "choice": "1"})])
+    expected = {"list": "1", "number": 1, "choice": "1"}
+    assert parsed(formats.XML, [text], [tool("f", schema)]) == [("f", expected)]

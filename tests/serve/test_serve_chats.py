@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import sys
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 
 from kvtool.chats import session
+from kvtool.chats.archive_file import ArchiveFile
 from kvtool.errors import SessionError
 from kvtool.serve import opening
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
-from kvtool.serve.store.chats import ChatStore, lock_folder
+from kvtool.serve.store.chats import ChatStore, StoredChat, lock_folder
 from kvtool.system.files import locked
 from tests.serve import http_requests
 from tests.serve.http_requests import message, request
@@ -169,7 +171,7 @@ def stored(store, tokens, role="user"):
     engine = SimpleNamespace(checkpoints=SimpleNamespace(to_save=list))
     writer = SimpleNamespace(engine=engine, tokens=tokens)
     chat = SimpleNamespace(writer=writer, messages=messages, save_to=save_to)
-    return store.add(None, os.urandom(8), chat, {}, marks=[])
+    return store.add(None, os.urandom(8), chat, {}, turn_ends=[])
 
 
 def with_end(n, value):
@@ -204,6 +206,58 @@ def test_system_prompt_is_not_a_variant_of_its_chats(tmp_path):
             system.used = time.monotonic()
         assert system in store.chats
         assert other not in store.chats
+
+
+def filled(folder, streams):
+    """Return a store of chats with these streams, which were used in this order."""
+    store = ChatStore(folder, 0, {})
+    for i, tokens in enumerate(streams):
+        chat = StoredChat(folder / f"{i}.kv", ArchiveFile(), b"", 1, False, [], [], used=float(i))
+        chat.token_bytes = np.array(tokens, np.int32).tobytes()
+        store.chats.append(chat)
+    return store
+
+
+def test_chats_are_deleted_in_the_order_of_the_definition(tmp_path):
+    random = np.random.default_rng(0)
+    n_variant = 0
+    for _ in range(200):
+        streams = [random.integers(0, 2, random.integers(0, 7)).tolist() for _ in range(12)]
+        begun = [stream[: (len(stream) + 1) // 2] for stream in streams]
+        is_variant = [
+            bool(half) and any(later[: len(half)] == half for later in streams[i + 1 :])
+            for i, half in enumerate(begun)
+        ]
+        n_variant += sum(is_variant)
+        order = sorted(range(11), key=lambda i: (not is_variant[i], i))
+        for n in (1, 5, 11):
+            with closing(filled(tmp_path, streams)) as store:
+                store.max_bytes = 12 - n
+                chats = [*store.chats]
+                store._shrink(keep=chats[-1])
+                assert {i for i, chat in enumerate(chats) if chat not in store.chats} == {*order[:n]}
+    assert 100 < n_variant < 2000
+
+
+def test_choice_of_a_chat_to_delete_takes_time_in_proportion_to_the_chats(tmp_path):
+    def n_calls(n):
+        calls = 0
+
+        def count(frame, event, _):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        with closing(filled(tmp_path, ([i] * 9 for i in range(n)))) as store:
+            store.max_bytes = n - 1
+            sys.setprofile(count)
+            try:
+                store._shrink(keep=store.chats[-1])
+            finally:
+                sys.setprofile(None)
+            assert len(store) == n - 1
+        return calls
+
+    assert n_calls(400) < 2.5 * n_calls(200)
 
 
 def test_chats_of_other_models_count_towards_the_limit(tmp_path):

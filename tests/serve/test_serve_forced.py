@@ -14,7 +14,7 @@ from kvtool.llama.grammar.schema import enforced
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.tools import Choice
+from kvtool.serve.api.request_tools import Choice
 from kvtool.serve.tools.forced import CallRules
 from kvtool.serve.tools.formats import GEMMA, HARMONY, HERMES, LLAMA
 from tests.engine.exact_engines import open_engine
@@ -97,7 +97,7 @@ def test_forced_reply_is_one_call_that_fits_its_schema(engine, format):
     for seed in range(8):
         rules = forced(engine, format, TOOLS)
         parameters = format.parameters
-        ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
+        ends = (parameters.tag or parameters.quote,) if parameters and not parameters.quotes else ('"',)
         text = generate_text(engine, rules, wanders(seed, *ends, '"'))
         ((name, arguments),) = parsed(format, text)
         schema = next(tool for tool in TOOLS if tool["function"]["name"] == name)["function"]["parameters"]
@@ -323,7 +323,7 @@ def test_begun_call_fits_its_schema_and_other_text_is_free(engine, format):
     assert generate_text(engine, rules, dictates(text)) == text
     (opening,) = rules.triggers
     parameters, names = format.parameters, set()
-    ends = (parameters.tag or parameters.mark,) if parameters and not parameters.quotes else ('"',)
+    ends = (parameters.tag or parameters.quote,) if parameters and not parameters.quotes else ('"',)
     for seed in range(6):
         text = generate_text(
             engine, rules, begins(f"So: {opening}", wanders(seed, *ends, '"', format.close or ">"))

@@ -11,7 +11,7 @@ from kvtool.chats.template import Template
 from kvtool.chats.thinking import Splitter, apart, tags_in
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampling import Sampling
-from kvtool.serve.tools.prompt import for_template
+from kvtool.serve.tools.conversion import for_template
 from tests import tiny
 from tests.chats import published_templates
 from tests.chats.published_templates import needs_published

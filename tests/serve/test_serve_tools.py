@@ -12,11 +12,11 @@ import pytest
 from kvtool.chats.template import Template
 from kvtool.serve.api import anthropic, messages, responses
 from kvtool.serve.api.errors import ApiError
-from kvtool.serve.api.tools import Choice, check_choice
+from kvtool.serve.api.request_tools import Choice, check_choice
 from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
+from kvtool.serve.tools.conversion import as_text, for_template, tools_text
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
-from kvtool.serve.tools.prompt import as_text, for_template, tools_text
 from tests.serve.http_requests import check_messages, check_tools, message
 
 

@@ -179,7 +179,7 @@ def _reread(conversation: Conversation, opened: Opened, messages: list[Message],
     """Read the messages of another chat, and show the progress. Ctrl-C ends the program without saving."""
     from kvtool.cli.progress import line_progress, stopping
     from kvtool.cli.texts import check_length
-    from kvtool.serve.tools.prompt import as_text
+    from kvtool.serve.tools.conversion import as_text
 
     writer, engine = conversation.writer, opened.engine
     conversation.reread(as_text(messages), system)

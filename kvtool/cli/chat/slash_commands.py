@@ -335,7 +335,7 @@ class Commands:
     def _note_new(self, change: str) -> None:
         """Tell the user that another chat has begun, and which file holds the previous chat."""
         # /undo first takes back the turns of a loaded chat
-        n = len(self.conversation.undo_stack.marks)
+        n = len(self.conversation.undo_stack.turn_ends)
         self.terminal.note(f"{change}{self._previous()}; /undo{f' {n + 1}' if n else ''} takes this back")
 
     def _previous(self) -> str:

@@ -12,8 +12,8 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, kind_of, need, need_text, optional, shown, wrong
 from kvtool.serve.api.messages import left_out, listed
 from kvtool.serve.api.output_format import OutputFormat
+from kvtool.serve.api.request_tools import GivenTool
 from kvtool.serve.api.requests import MAX_STOPS, GivenChat
-from kvtool.serve.api.tools import GivenTool
 from kvtool.serve.events import End, PromptCounts
 
 _REFUSED = ("mcp_servers", "container")

@@ -16,8 +16,8 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need_whole, shown, wrong
 from kvtool.serve.api.messages import Message
 from kvtool.serve.api.output_format import OutputFormat
+from kvtool.serve.api.request_tools import Choice, GivenTool, check_choice, check_tools, listed
 from kvtool.serve.api.thinking import ThinkingOptions
-from kvtool.serve.api.tools import Choice, GivenTool, check_choice, check_tools, listed
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 100

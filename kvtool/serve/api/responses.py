@@ -12,8 +12,8 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.fields import Fields, need, need_text, optional, shown, wrong
 from kvtool.serve.api.messages import arguments_of, content_of, left_out
 from kvtool.serve.api.output_format import of_response_format
+from kvtool.serve.api.request_tools import GivenTool
 from kvtool.serve.api.requests import GivenChat
-from kvtool.serve.api.tools import GivenTool
 from kvtool.serve.events import End
 
 _STORED = ("previous_response_id", "conversation")

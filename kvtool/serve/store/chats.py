@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import numpy as np
 
 from kvtool.chats import archive_file, session
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.undo import Mark
+from kvtool.chats.undo import TurnEnd
 from kvtool.errors import SessionError
 from kvtool.serve.api.messages import Message
 from kvtool.system.files import LOCK, is_locked, locked, spare_folder
@@ -34,6 +35,8 @@ SUFFIX = ".kv"
 
 _PREFIX = "serve-"
 """The name of a server's temporary folder begins with this."""
+
+_TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 _YOUNG_S = 60.0
 """A server needs less than this many seconds to lock its temporary folder."""
@@ -51,14 +54,14 @@ class StoredChat:
         Number of bytes of the session file and its archive.
     is_system_only
         True if the chat has only a system prompt. Several chats may begin with it.
-    marks
-        Marks at the ends of the replies that the server wrote.
+    turn_ends
+        Ends of the replies that the server wrote.
     places
         Number of tokens before each checkpoint in the archive file.
     used
         Time of the last use, in seconds of `time.monotonic`.
-    tokens
-        Tokens of the stream, i32[n]. None until `ChatStore.tokens` reads them.
+    token_bytes
+        Bytes of the stream's tokens, i32[n]. None until `ChatStore.tokens` reads them.
     """
 
     path: Path
@@ -66,10 +69,10 @@ class StoredChat:
     digest: bytes
     n_bytes: int
     is_system_only: bool
-    marks: list[Mark]
+    turn_ends: list[TurnEnd]
     places: list[int]
     used: float = field(default_factory=time.monotonic)
-    tokens: np.ndarray | None = None
+    token_bytes: bytes | None = None
 
 
 class ChatStore:
@@ -121,12 +124,12 @@ class ChatStore:
 
     def tokens(self, chat: StoredChat) -> np.ndarray:
         """Return the tokens of a chat's stream, i32[n]. They are not checked here, only in `load`."""
-        if chat.tokens is None:
+        if chat.token_bytes is None:
             try:
-                chat.tokens = session.read_tokens(chat.path)
+                chat.token_bytes = session.read_tokens(chat.path).tobytes()
             except SessionError:
                 return np.empty(0, np.int32)
-        return chat.tokens
+        return np.frombuffer(chat.token_bytes, np.int32)
 
     def load(self, chat: StoredChat) -> tuple[session.Meta, session.Arrays]:
         """Read a chat. Raises SessionError if it cannot be read. If the chat is damaged, it is deleted."""
@@ -149,7 +152,7 @@ class ChatStore:
         conversation: Conversation,
         meta: session.Meta,
         *,
-        marks: list[Mark],
+        turn_ends: list[TurnEnd],
     ) -> StoredChat:
         """Store a chat. When this returns, the chat is on the disk.
 
@@ -159,13 +162,13 @@ class ChatStore:
         has only a system prompt or is no longer stored.
         meta: values for the session's JSON.
         """
-        replaced = before if before in self.chats and before and not before.is_system_only else None
+        replaced = before if before and before in self.chats and not before.is_system_only else None
         path = replaced.path if replaced else self.folder / f"{secrets.token_hex(8)}{SUFFIX}"
         archive = replaced.archive_file if replaced else archive_file.ArchiveFile(path)
         is_written = False
         try:
             places = [each.n_past for each in conversation.writer.engine.checkpoints.to_save()]
-            meta = {**meta, "digest": digest.hex(), "marks": marks, "checkpoints": places}
+            meta = {**meta, "digest": digest.hex(), "marks": turn_ends, "checkpoints": places}
             listed = conversation.save_to(path, archive, meta)
             n_bytes = session.size(path)
             is_written = True
@@ -182,8 +185,8 @@ class ChatStore:
             # if a request was repeated, delete the chat that the first request has stored
             self.drop(twin)
         is_system_only = _is_system_only(conversation.messages)
-        tokens = conversation.writer.tokens
-        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, tokens=tokens)
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places)
+        chat.token_bytes = conversation.writer.tokens.tobytes()
         self.chats.append(chat)
         self._shrink(keep=chat)
         return chat
@@ -209,9 +212,8 @@ class ChatStore:
         if (n_bytes := self.n_bytes) <= self.max_bytes:
             return
         stored = sorted([*self.chats, *self.others], key=lambda each: each.used)
-        variants = (chat for i, chat in enumerate(stored) if _is_variant(chat, stored[i + 1 :]))
         dropped = {keep}
-        for chat in chain(variants, stored):
+        for chat in chain(_variants(stored), stored):
             if chat not in dropped:
                 self.drop(chat)
                 dropped.add(chat)
@@ -256,7 +258,7 @@ class ChatStore:
             meta = session.read_meta(path)
             digest, n_bytes, used_at = bytes.fromhex(meta["digest"]), session.size(path), path.stat().st_mtime
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
-            marks, places = _marks_in(meta), meta.get("checkpoints", [])
+            turn_ends, places = _turn_ends_in(meta), meta.get("checkpoints", [])
             is_system_only = _is_system_only(meta["messages"])
             stored = self.chats if meta["fixed"] == self.fixed else self.others
         except (SessionError, OSError, LookupError, ValueError, TypeError):
@@ -265,15 +267,15 @@ class ChatStore:
             return
         used = time.monotonic() - max(time.time() - used_at, 0)
         archive = archive_file.ArchiveFile(path)
-        stored.append(StoredChat(path, archive, digest, n_bytes, is_system_only, marks, places, used))
+        stored.append(StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, used))
 
 
-def _marks_in(meta: session.Meta) -> list[Mark]:
+def _turn_ends_in(meta: session.Meta) -> list[TurnEnd]:
     if "turns" not in meta:
-        return [Mark(*saved) for saved in meta.get("marks", ())]
+        return [TurnEnd(*saved) for saved in meta.get("marks", ())]
     # an earlier version of kvtool has written the session
     return [
-        Mark(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
+        TurnEnd(n_token, n, 0, {"recent": recent, "unread": [], "seed": 0}, meta["beginnings"][n])
         for n, n_token, recent in meta["turns"]
     ]
 
@@ -282,24 +284,22 @@ def _is_system_only(messages: list[Message]) -> bool:
     return all(message["role"] == "system" for message in messages)
 
 
-def _is_variant(chat: StoredChat, later: Iterable[StoredChat]) -> bool:
-    """True if one of the chats that were used later begins with at least half of the tokens of this chat.
+def _variants(stored: Iterable[StoredChat]) -> Iterator[StoredChat]:
+    """Yield the variants among stored chats, which are sorted by the time of their last use.
 
-    A system prompt is not a variant, because chats begin with it. No files are read: chats whose tokens are
-    still unknown are not compared.
+    A chat is a variant if a chat that was used later begins with at least half of its tokens. A system prompt
+    is not a variant, because chats begin with it. No files are read: chats whose tokens are still unknown are
+    not compared.
     """
-    if chat.is_system_only or chat.tokens is None or not len(chat.tokens):
-        return False
-    half = chat.tokens[: (len(chat.tokens) + 1) // 2]
-    n, last = len(half), half[-1]
-    return any(
-        # the last token differs in most other chats, and is compared much faster than all tokens
-        each.tokens is not None
-        and len(each.tokens) >= n
-        and each.tokens[n - 1] == last
-        and np.array_equal(each.tokens[:n], half)
-        for each in later
-    )
+    known = [(chat, chat.token_bytes) for chat in stored if chat.token_bytes]
+    later = sorted(tokens for _, tokens in known)
+    for chat, tokens in known:
+        del later[bisect_left(later, tokens)]
+        half = tokens[: (len(tokens) // _TOKEN_BYTES + 1) // 2 * _TOKEN_BYTES]
+        # in sorted order, the streams that begin with `half` come first of those that are not below `half`
+        at = bisect_left(later, half)
+        if not chat.is_system_only and at < len(later) and later[at].startswith(half):
+            yield chat
 
 
 def _delete(path: Path, archive: archive_file.ArchiveFile) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from kvtool.serve.api.messages import Message, loaded
 
-START = "start"
-"""Field that `Rendering` adds to a reply: the text before the answer, such as the thought.
+LEAD = "start"
+"""Field that `Rendering` adds to a reply: its lead, such as the thought. See `Header`.
 
-The field is omitted if the template writes the same text before an answer without a thought.
+The field is omitted if the template writes the same lead for a reply without a thought. The name of the field
+is part of the digests of stored chats, so it must not change.
 """
 
 
@@ -46,9 +47,7 @@ class History:
 
 def _compared(message: Message) -> Message:
     """Return a message without parts that clients change: white space around a reply, ids of calls."""
-    compared: Message = {
-        name: message[name] for name in ("role", "content", "name", START) if name in message
-    }
+    compared: Message = {name: message[name] for name in ("role", "content", "name", LEAD) if name in message}
     if message["role"] == "assistant":
         compared["content"] = compared["content"].strip()
     if "tool_calls" in message:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.undo import Mark
+from kvtool.chats.undo import TurnEnd
 from kvtool.chats.writer import n_equal
 from kvtool.engine.loop import Engine
 from kvtool.errors import ModelError, SessionError
@@ -74,8 +74,8 @@ class _Candidate(NamedTuple):
         Index in the stream at which `tokens` begins.
     n_pinned
         Number of pinned tokens; None if `tokens` begins after a reply.
-    marks
-        Marks at the ends of those replies of the chat that are in the stream.
+    turn_ends
+        Ends of those replies of the chat that are in the stream.
     """
 
     n: int
@@ -84,7 +84,7 @@ class _Candidate(NamedTuple):
     tokens: np.ndarray
     first: int
     n_pinned: int | None
-    marks: list[Mark]
+    turn_ends: list[TurnEnd]
 
 
 class Resumer:
@@ -119,8 +119,8 @@ class Resumer:
         self._continued: StoredChat | None = None
         # the stored chat whose stream the engine holds
         self._current: StoredChat | None = None
-        # marks at the ends of earlier replies of the chat
-        self._marks: list[Mark] = []
+        # ends of earlier replies of the chat
+        self._turn_ends: list[TurnEnd] = []
         # number of tokens of the system prompt and the tools of the last chat
         self._n_system = 0
         self.n_cached = 0
@@ -156,7 +156,7 @@ class Resumer:
             # the failed rewind may have loaded another stream, so the engine may no longer hold `current`
             current = None
         tokens, n_pinned = self._whole(messages, tools)
-        self._marks = []
+        self._turn_ends = []
         self._continued = self._load_system_prompt(history, tokens) if reuses else None
         if not self._continued:
             self.conversation.start_over(n_pinned)
@@ -186,26 +186,25 @@ class Resumer:
     ) -> list[_Candidate]:
         """Return up to three streams that have a beginning in common with the chat. The best stream is first.
 
-        A stream is usually compared with the tokens of the chat from the first token on. But a stored chat
-        may already have replies of this chat. Its stream then has the tokens that the model wrote, and the
-        tokenizer may give other tokens for the same text. Such a stream is compared only after the last of
-        these replies.
+        A stream is usually compared with the tokens of the chat from the first token on. If the model wrote
+        some of the chat's replies in this stream, the tokenizer may split their text differently. So only the
+        tokens after the last such reply are compared.
 
         One of the streams may be the engine's own, which does not have to be loaded.
         """
         known = {digest.hex() for digest in history.digests}
-        marks_of: dict[StoredChat | None, list[Mark]] = {current: []}
+        ends_of: dict[StoredChat | None, list[TurnEnd]] = {current: []}
         for each in self.chats.chats:
-            marks_of[each] = [mark for mark in each.marks if mark.digest in known]
+            ends_of[each] = [end for end in each.turn_ends if end.digest in known]
         after = cache(lambda n_message: self._after(n_message, messages, tools))
         candidates: list[_Candidate] = []
-        for chat in sorted(marks_of, key=lambda each: -len(marks_of[each])):
+        for chat in sorted(ends_of, key=lambda each: -len(ends_of[each])):
             is_here = chat is current
             stream = self.chats.tokens(chat) if chat and not is_here else self.conversation.writer.stream
-            marks = [mark for mark in marks_of[chat] if mark.n_token <= len(stream)]
-            tokens, n_pinned = after(marks[-1].n_message if marks else 0)
-            marks = marks if n_pinned is None else []
-            first = marks[-1].n_token if marks else 0
+            ends = [end for end in ends_of[chat] if end.n_token <= len(stream)]
+            tokens, n_pinned = after(ends[-1].n_message if ends else 0)
+            ends = ends if n_pinned is None else []
+            first = ends[-1].n_token if ends else 0
             n = first + n_equal(stream[first:], tokens)
             if is_here:
                 n = self._engine.n_kept(min(n, self._engine.n_past))
@@ -213,9 +212,9 @@ class Resumer:
                 n = 0
             elif chat and n < len(stream) and self._engine.checkpoints.are_whole:
                 n = max((place for place in chat.places if place <= n), default=0)
-            less = 0 if is_here or marks else min(len(stream) // _LOADS, _MAX_LOADS)
-            candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, marks))
-            if marks and n == len(stream):
+            less = 0 if is_here or ends else min(len(stream) // _LOADS, _MAX_LOADS)
+            candidates.append(_Candidate(n - less, len(stream), chat, tokens, first, n_pinned, ends))
+            if ends and n == len(stream):
                 break
         usable = (candidate for candidate in candidates if candidate.n > 0)
         # if several are equally good, prefer the engine's stream, then the shortest stream, which loads
@@ -232,7 +231,9 @@ class Resumer:
         """
         writer = self.conversation.writer
         seed, chat = writer.sampler.seed, candidate.chat
-        if chat is not current and chat is not None:
+        if chat is not current:
+            # only the engine's own stream may have no stored chat, and then `current` is None
+            assert chat
             try:
                 self.conversation.restore(*self.chats.load(chat), seed=seed)
             except SessionError:
@@ -242,18 +243,18 @@ class Resumer:
         stream, tokens = writer.stream, candidate.tokens
         first, n_pinned = candidate.first, candidate.n_pinned
         # read at least one token, because its logits are needed
-        most = len(tokens) - max(self.conversation.header.n_opening, 1)
+        most = len(tokens) - max(self.conversation.header.n_lead, 1)
         n = first + n_equal(stream[first:], tokens[:most])
         if n_pinned is not None:
             n_pinned = self._engine.policy.pinnable(n_pinned)
+        # True if the pinned tokens must change, because the chat and the stream have different system prompts
         repins = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
-        # `repins` is True if the pinned tokens must change, because the chat and the stream have different
-        # system prompts. Give up after an eviction, because pins cannot change then. Also give up if the
-        # chat's system prompt is stored, because it can be loaded
+        # give up after an eviction, because pins cannot change then. Also give up if the chat's system prompt
+        # is stored, because it can be loaded
         if repins and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
-        # the new chat replaces the stored chat if the rewind keeps all marks of the stored chat
-        is_kept = chat is not None and bool(chat.marks) and n >= chat.marks[-1].n_token
+        # the new chat replaces the stored chat if the rewind keeps all replies of the stored chat
+        is_kept = chat is not None and bool(chat.turn_ends) and n >= chat.turn_ends[-1].n_token
         self._continued = chat if is_kept else None
         if n < len(stream):
             n = min(n, self._engine.n_past)
@@ -264,7 +265,7 @@ class Resumer:
             self._engine.pin(n_pinned)
         if chat:
             chat.used = time.monotonic()
-        self._marks, self.n_cached = candidate.marks, self._engine.n_past
+        self._turn_ends, self.n_cached = candidate.turn_ends, self._engine.n_past
         # also return the tokens before `first` that are still unread, because an earlier request was stopped
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
@@ -356,19 +357,19 @@ class Resumer:
 
         reply: see `Rendering.earlier_reply`.
         """
-        earlier, start = self.rendering.earlier_reply(messages, reply, tools)
-        self.conversation.finish_reply(start)
+        earlier, lead = self.rendering.earlier_reply(messages, reply, tools)
+        self.conversation.finish_reply(lead)
         self.conversation.messages.append(reply)
         history.add(earlier)
         digest = history.now
-        self._marks.append(self.conversation.mark()._replace(digest=digest.hex()))
+        self._turn_ends.append(self.conversation.turn_end()._replace(digest=digest.hex()))
         self._current = self._store(self._continued, digest)
 
     def _store(self, before: StoredChat | None, digest: bytes) -> StoredChat | None:
         chat = self.conversation
         self.unsaved = None
         try:
-            return self.chats.add(before, digest, chat, self._meta(chat), marks=list(self._marks))
+            return self.chats.add(before, digest, chat, self._meta(chat), turn_ends=list(self._turn_ends))
         except SessionError as error:
             self.unsaved = str(error)
             return None

@@ -17,7 +17,7 @@ from kvtool.serve.tools.values import (
     calls_in_json,
     calls_in_python,
     dumped,
-    json_of_marked,
+    json_of_quoted,
     typed,
 )
 
@@ -459,12 +459,12 @@ def _gemma(source: _GrowingText, tools: Tools) -> _Read:
     yield from source.expect_spaced("call:")
     name = yield from source.name(tools)
     yield from source.expect("{")
-    mark, end = '<|"|>', "<tool_call|>"
+    quote, end = '<|"|>', "<tool_call|>"
     arguments = "{" + (yield from source.until(end))
-    while arguments.count(mark) % 2 and not (source.has_ended and source.at == len(source.text)):
-        # the number of marks is odd, so this end tag is inside a string: read up to the next end tag
+    while arguments.count(quote) % 2 and not (source.has_ended and source.at == len(source.text)):
+        # the number of quotes is odd, so this end tag is inside a string: read up to the next end tag
         arguments += end + (yield from source.until(end))
-    return [(name, arguments_in_json(json_of_marked(arguments, mark)))]
+    return [(name, arguments_in_json(json_of_quoted(arguments, quote)))]
 
 
 def _harmony(source: _GrowingText, tools: Tools) -> _Read:

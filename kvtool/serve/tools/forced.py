@@ -15,7 +15,7 @@ from kvtool.llama.grammar.schema import Enforced, json_texts
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.output_format import enforced_at, remarks_of
 from kvtool.serve.tools.formats import HERMES, LLAMA, Format, Parameters
-from kvtool.serve.tools.values import resolved, types_of
+from kvtool.serve.tools.values import alternatives, resolved, types_of
 
 _ANY_OBJECT = {"type": "object"}
 _TEXT_KEYWORDS = {"pattern", "format", "minLength", "maxLength", "enum", "const", "allOf"}
@@ -179,14 +179,14 @@ class CallRules:
         """
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
-        if not isinstance(known, Mapping) or (syntax.mark and not types):
+        if not isinstance(known, Mapping) or (syntax.quote and not types):
             raise _NoSyntax
-        is_quoted = syntax.quotes or (syntax.mark and not _has_strings(known, root))
+        is_quoted = syntax.quotes or (syntax.quote and not _has_strings(known, root))
         if not is_quoted and types <= {"string", "null"} and "enum" in known:
             return self._choices(known["enum"], syntax)
-        if not is_quoted and _is_free_text(known, root) and (not syntax.mark or types <= {"string", "null"}):
+        if not is_quoted and _is_free_text(known, root) and (not syntax.quote or types <= {"string", "null"}):
             return self._free_text(name, syntax, "null" in types)
-        if not is_quoted and (syntax.mark or "string" in types or not (types or known.keys() & _PARTS)):
+        if not is_quoted and (syntax.quote or "string" in types or not (types or known.keys() & _PARTS)):
             raise _NoSyntax
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         whole = {**schema, **definitions} if isinstance(schema, Mapping) else {}
@@ -194,23 +194,23 @@ class CallRules:
 
     def _choices(self, values: Sequence[object], syntax: Parameters) -> str:
         texts = [syntax.written(value) for value in values]
-        if not syntax.mark and any(syntax.tag in text for text in texts):
+        if not syntax.quote and any(syntax.tag in text for text in texts):
             raise _NoSyntax
         return f"({' | '.join(self._literal(text + syntax.end) for text in texts)})"
 
     def _free_text(self, name: str, syntax: Parameters, may_be_null: bool) -> str:
-        """Return the expression of any text, including the mark or the tag that ends the text."""
-        tag = syntax.mark or syntax.tag
-        _, _, after = syntax.end.rpartition(tag) if not syntax.mark else ("", "", syntax.end)
+        """Return the expression of any text, including the quote or the tag that ends the text."""
+        tag = syntax.quote or syntax.tag
+        _, _, after = syntax.end.rpartition(tag) if not syntax.quote else ("", "", syntax.end)
         if tag in self._control:
             text = f"/(?s:.*)/ {self._literal(tag + after)}"
         else:
             self._add(f"{name}[suffix={literal(tag)}]", "/(?s:.*)/")
             text = f"{name} {self._literal(after)}"
-        if not syntax.mark:
+        if not syntax.quote:
             return text
         null = f" | {self._literal('null' + syntax.end)}" if may_be_null else ""
-        return f"({self._literal(syntax.mark)} {text}{null})"
+        return f"({self._literal(syntax.quote)} {text}{null})"
 
     def _literal(self, text: str) -> str:
         """Return the expression of a literal text, or "" if the text is empty."""
@@ -240,7 +240,7 @@ def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
     types = types_of(schema, root)
     if not isinstance(schema, Mapping) or types & {"object", "array"}:
         return False
-    parts = [resolved(part, root) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()]
+    parts = [resolved(part, root) for part in alternatives(schema)]
     if any(isinstance(part, Mapping) and part.keys() & _TEXT_KEYWORDS for part in [schema, *parts]):
         return False
     return "string" in types or not schema.keys() & CONSTRAINING

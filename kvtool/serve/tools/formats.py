@@ -26,9 +26,9 @@ class Parameters(NamedTuple):
     Attributes
     ----------
     quotes
-        True if strings have quotes. Values other than strings are always JSON.
-    mark
-        Text that is written before and after a string instead of quotes. Names in objects have no marks.
+        True if strings are written as in JSON. Values other than strings are always JSON.
+    quote
+        Text that is written before and after a string. Names in objects are then written without quotes.
     """
 
     start: str
@@ -36,15 +36,15 @@ class Parameters(NamedTuple):
     end: str
     between: str = ""
     quotes: bool = False
-    mark: str = ""
+    quote: str = ""
 
     def written(self, value: object) -> str:
         """Return the text of a value."""
         if isinstance(value, str) and not self.quotes:
-            return f"{self.mark}{value}{self.mark}"
-        if self.mark and isinstance(value, Mapping):
+            return f"{self.quote}{value}{self.quote}"
+        if self.quote and isinstance(value, Mapping):
             return "{" + ",".join(f"{key}:{self.written(part)}" for key, part in value.items()) + "}"
-        if self.mark and isinstance(value, list):
+        if self.quote and isinstance(value, list):
             return "[" + ",".join(map(self.written, value)) + "]"
         return json.dumps(value, ensure_ascii=False)
 
@@ -241,7 +241,7 @@ GEMMA = Format(
     "gemma",
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
     *("<|tool_call>call:", "{", "}<tool_call|>"),
-    parameters=Parameters("", ":", "", ",", mark='<|"|>'),
+    parameters=Parameters("", ":", "", ",", quote='<|"|>'),
     holds_results=True,
 )
 """Gemma 4. The results of calls are in the reply, after the calls."""

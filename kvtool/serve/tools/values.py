@@ -74,12 +74,12 @@ def arguments_in_json(text: str) -> str:
     raise NoCall
 
 
-def json_of_marked(text: str, mark: str) -> str:
-    """Return the JSON of a text that has `mark` before and after each string, instead of quotes.
+def json_of_quoted(text: str, quote: str) -> str:
+    """Return the JSON of a text that has `quote` before and after each string.
 
-    Names in objects may be without marks and quotes.
+    Names in objects may be without quotes.
     """
-    parts = text.split(mark)
+    parts = text.split(quote)
     return "".join(dumped(part) if n % 2 else _BARE.sub(_as_json, part) for n, part in enumerate(parts))
 
 
@@ -167,13 +167,18 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
-    for part in [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]:
+    types = {each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)}
+    for part in alternatives(schema):
         types |= types_of(part, root, depth + 1)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not types and isinstance(values, list):
         types = {_TYPES.get(type(value), "null") for value in values}
     return types
+
+
+def alternatives(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas in "anyOf" and "oneOf". A value that is not a list, which is invalid, is ignored."""
+    return [part for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for part in schema[key]]
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> object:

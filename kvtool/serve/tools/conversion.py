@@ -38,12 +38,12 @@ def for_template(messages: Sequence[Mapping[str, Any]], template: Template) -> l
     Arguments of calls become objects if they are the JSON text of an object. Ids of calls become nine letters
     and digits, because Mistral's templates accept only such ids. Equal ids stay equal.
 
-    The messages also get marks: see `chats.marks`. Calls and results that the template does not show become
-    text: calls in the content of the reply, results in a message of the user. If a template accepts only one
-    call in a reply, each call becomes a separate reply.
+    The messages also get shields: see `chats.shields`. Calls and results that the template does not show
+    become text: calls in the content of the reply, results in a message of the user. If a template accepts
+    only one call in a reply, each call becomes a separate reply.
     """
-    # mark the messages before tags are added to calls and results, because marked tags are plain text
-    converted = [template.marked(_for_template(message)) for message in messages]
+    # shield the messages before tags are added to calls and results, because shielded tags are plain text
+    converted = [template.shielded(_for_template(message)) for message in messages]
     native = Format.native(template)
     if native and native.shows_one_call:
         converted = _one_call_each(converted)
