@@ -51,7 +51,7 @@ def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 def _check_keys(file: str | Path) -> None:
     """Raise KvtoolError if a file of API keys cannot be read or has no key. A pipe is not read."""
     check_file(str(file))
-    if Path(file).expanduser().is_file():
+    if Path(file).is_file():
         _keys(Path(file))
 
 

@@ -179,7 +179,7 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draf
         over_budget=not run.scores,
         type_k=run.type_k,
         type_v=run.type_v,
-        archive_file=run.archive_file,
+        archive_file=str(run.archive_file) if run.archive_file else None,
         archive_type=PLAIN * run.is_plain + run.archive_type,
         resident=run.resident,
         checkpoints=_checkpoint_bytes(run),

@@ -67,6 +67,7 @@ class _InspectOptions(Options):
 def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_json: Json = False) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
     output.check_writable(args.html)
+    output.check_apart(("--html", args.html), read=[("FILE", file), *output.files_read(run)])
 
     from kvtool import policies
     from kvtool.cli.inspect.page import page
