@@ -14,7 +14,6 @@ from kvtool.cli import output
 from kvtool.cli.console import plain_console, say, table_console
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
@@ -86,7 +85,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
 
     with (
         closing(source(file)) as text,
-        open_run(run, length=length, find=locate, guarded=True) as opened,
+        open_run(run, length=length, guarded=True) as opened,
     ):
         say(*opened.notes)
         engine, policy = opened.engine, opened.run.policy
