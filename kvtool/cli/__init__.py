@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+import kvtool.models
 from kvtool import __version__
 from kvtool.cli import near
 from kvtool.cli.command import CLICK, BadValue, Group, refusal, shaped
@@ -67,6 +68,16 @@ class _Group(Group):
             # flush here, so that an error is reported in one line; at exit, Python would print a traceback
             sys.stdout.flush()
             return result
+
+
+def _show_download(name: str) -> Any:
+    # imported here, because most commands download nothing
+    from kvtool.cli.progress import bytes_progress
+
+    return bytes_progress(f"downloading {name}")
+
+
+kvtool.models.show_download = _show_download
 
 
 @contextmanager

@@ -119,6 +119,8 @@ class Command(_Shared, TyperCommand):
                         raise
                 ctx.default_map = {name: setting.value for name, setting in ctx.obj.items()}
             surplus = super().parse_args(ctx, args)
+            for name in (param.name for param in self.params if param.type.name == "path"):
+                ctx.params[name] = _expanded(ctx.params[name])
         except CLICK.UsageError as error:
             error.ctx = ctx
             name = getattr(getattr(error, "param", None), "name", None)
@@ -268,6 +270,16 @@ def _set_params(ctx: Any) -> list[Any]:
 def _repairs_settings(words: Sequence[str], typed: Mapping[str, Any]) -> bool:
     """Return True if a command helps to repair wrong settings, so that it must also run with them."""
     return words == ("doctor",) or (words == ("config",) and bool(typed.get("path")))
+
+
+def _expanded(path: Any) -> Any:
+    """Return a path, or a tuple of paths, with the user's home folder for ~.
+
+    A shell does not expand the ~ in --option=~/file, in a variable or in a list.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        return os.path.expanduser(path)
+    return path and tuple(map(os.path.expanduser, path))
 
 
 def _check_paths(command: Any, typed: Mapping[str, Any]) -> None:

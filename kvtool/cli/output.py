@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +12,13 @@ from kvtool.cli.console import say
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.system import files, interrupt
 from kvtool.system.paths import extra_command
+from kvtool.system.texts import exists
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from kvtool.config.run import RunOptions
 
 
 class Stopped(KvtoolError):
@@ -42,35 +45,61 @@ def check_writable(path: Path | None) -> None:
     """Raise UsageError if a file cannot be written. Call this before the work starts."""
     if path is None:
         return
-    real = path.expanduser()
-    if real.is_dir() or not real.parent.is_dir():
+    if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: it must be a file in an existing folder")
-    if not os.access(real if real.exists() else real.parent, os.W_OK):
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"cannot write {path}: no permission; choose another file")
 
 
-def check_apart(*named: tuple[str, Path | None]) -> None:
-    """Raise UsageError if two options name the same file, also by a link.
+def check_apart(
+    *written: tuple[str, Path | None], read: Iterable[tuple[str, str | Path | None]] = ()
+) -> None:
+    """Raise UsageError if a file that a command writes is named twice, also by a link.
 
-    named: pairs of an option and its file. Options without a file are ignored.
+    written: pairs of an option and its file. read: the same for files that the command reads. One file may be
+    read for several options. Options without a file are ignored.
     """
-    taken: dict[str, str] = {}
-    for flag, path in named:
-        if path is None:
-            continue
-        real = os.path.realpath(path)
-        if real in taken:
-            raise UsageError(f"{taken[real]} and {flag} name the same file, {path}; name another file")
-        taken[real] = flag
+    taken: dict[object, str] = {}
+    for flag, path in written:
+        if path is not None and (other := taken.setdefault(_identity(path), flag)) != flag:
+            raise _same_file(other, flag, path)
+    for flag, name in read:
+        # the value of --model may be a name and not a file
+        if name is not None and exists(str(name)):
+            file = Path(name).expanduser()
+            if writes := taken.get(_identity(file)):
+                raise _same_file(flag, writes, file)
 
 
-def records_path(records: str | None, resume: bool) -> Path | None:
+def _identity(path: Path) -> object:
+    """Return a value that is equal for two paths of the same file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    return status.st_dev, status.st_ino
+
+
+def _same_file(flag: str, other: str, path: Path) -> UsageError:
+    return UsageError(f"{flag} and {other} name the same file, {path}; name another file")
+
+
+def files_read(run: RunOptions) -> Iterator[tuple[str, str | Path | None]]:
+    """Yield the files that a run reads, each after the option that names it."""
+    yield "--model", run.model
+    yield "--draft", getattr(run, "draft", None)
+    yield "--policy", run.policy
+    yield "--chat-template", run.chat_template
+    for adapter in run.adapters:
+        yield "--lora", adapter.path
+
+
+def records_path(path: Path | None, resume: bool) -> Path | None:
     """Check --records and --resume. Return the path, or None without --records. Raises UsageError."""
-    if records is None:
+    if path is None:
         if resume:
             raise UsageError("--resume needs the file to go on with: --records FILE")
         return None
-    path = Path(records).expanduser()
     check_writable(path)
     # the file will be replaced: resolve a link, so that its target is replaced; refuse devices and pipes
     path = path.resolve() if path.is_symlink() else path
@@ -118,7 +147,7 @@ def png(figure: Figure) -> bytes:
 def write(path: Path, data: bytes) -> None:
     """Write a file and report it on stderr. Raises KvtoolError."""
     try:
-        files.write(path.expanduser(), data)
+        files.write(path, data)
     except OSError as error:
         raise KvtoolError(f"cannot write {path}: {error.strerror}") from None
     say(f"wrote {path} ({format_bytes(len(data))})")

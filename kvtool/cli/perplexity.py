@@ -13,7 +13,6 @@ import typer
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text
-from kvtool.cli.locate import locate
 from kvtool.cli.output import Stopped, stopped_by_signals
 from kvtool.cli.progress import stopping, tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
@@ -78,7 +77,7 @@ def perplexity(
     run = run.changed(prefill="stream")
     with (
         closing(source(file)) as text,
-        open_run(run, length=length, find=locate, guarded=True) as opened,
+        open_run(run, length=length, guarded=True) as opened,
         stopped_by_signals(),
     ):
         say(*opened.notes)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.locate import locate, locate_model
 from kvtool.cli.progress import hashing_progress
 from kvtool.cli.worker import listener
 from kvtool.cli.writing import of_model, sampling_of, with_thinking
@@ -51,7 +50,7 @@ def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
 def _check_keys(file: str | Path) -> None:
     """Raise KvtoolError if a file of API keys cannot be read or has no key. A pipe is not read."""
     check_file(str(file))
-    if Path(file).expanduser().is_file():
+    if Path(file).is_file():
         _keys(Path(file))
 
 
@@ -135,6 +134,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
+    from kvtool.config.model import find_model
     from kvtool.config.opening import check
     from kvtool.config.report import archive_limit
 
@@ -145,9 +145,7 @@ def serve(
     port = listening.getsockname()[1]
     # find wrong options before the model is downloaded, and download the model before the first request
     check(run)
-    run, _, n_ctx = locate_model(run)
-    # store the reduced context length: otherwise `open_run` would return the same note again
-    run = run.changed(n_ctx=run.n_ctx and n_ctx)
+    find_model(run.model)
 
     def ready(pool: SlotPool) -> None:
         engine, keys = pool.slots[0].engine, site.limits.keys
@@ -224,7 +222,6 @@ def _open(
         n_max=serving.parallel,
         kept=generation.session_values(),
         thinking=partial(_checked_thinking, generation) if generation.think else None,
-        find=locate,
         hashing=hashing_progress,
     )
 

@@ -378,7 +378,7 @@ def _scalar(kind: str, value: Any, source: str) -> Any:
     if kind[:3] in _KINDS:
         return value
     # return a text, so that budget = 512 and budget = "512" mean the same
-    return os.path.expanduser(str(value)) if kind == "path" else str(value)
+    return str(value)
 
 
 def _quoted(name: str) -> str:

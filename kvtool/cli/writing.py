@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvtool.cli import near
 from kvtool.cli.console import say
-from kvtool.cli.locate import locate
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.system.texts import exists
@@ -116,7 +115,7 @@ def open_writer(run: RunOptions, generation: GenerationOptions) -> Iterator[tupl
     # import this after the options are checked, because it loads llama.cpp
     from kvtool.config.opening import open_run
 
-    with open_run(run, find=locate, guarded=True) as opened:
+    with open_run(run, guarded=True) as opened:
         say(*opened.notes)
 
         from kvtool.chats.writer import Writer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import RunOptions
@@ -34,7 +35,7 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
         )
 
 
-def limit(text: str | None, file: str | None = None) -> dict[str, Any]:
+def limit(text: str | None, file: Path | None = None) -> dict[str, Any]:
     """Return the engine's setting for the values of --archive and --archive-file.
 
     It is {"archive": tokens}, {"archive_bytes": bytes}, or {} without --archive. Raises UsageError if the

@@ -26,15 +26,15 @@ _RETRY_SHARE = 0.75
 
 T = TypeVar("T")
 
-Find = Callable[[str | None], Path]
-"""Function that takes the value of --model and returns the model's file, after a download if necessary."""
 
+def find_model(name: str | None) -> ModelInfo:
+    """Return the header of the model, after a download if necessary. Raises KvtoolError.
 
-def find_model(name: str | None, find: Find = resolve.resolve) -> ModelInfo:
-    """Return the header of the model. name: the value of --model. Raises KvtoolError."""
+    name: the value of --model.
+    """
     if name == "":
         resolve.check_name(name)
-    return resolve.check(find(name))
+    return resolve.check(resolve.resolve(name))
 
 
 @contextmanager

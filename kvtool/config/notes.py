@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtool.config.run import ALL_LAYERS, RunOptions
+from kvtool.models import catalogue
+from kvtool.models.resolve import named
+from kvtool.models.split import first_part
 from kvtool.options import declared
+from kvtool.system.texts import shown
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
@@ -27,6 +32,20 @@ def within_context(run: R, n_ctx_train: int) -> tuple[R, int, list[str]]:
         notes.append(f"--batch-size {run.n_batch:,} is above the context length; {n_ctx:,} is used")
         run = replace(run, n_batch=n_ctx)
     return run, n_ctx, notes
+
+
+def file_note(model: str | None, path: Path) -> str | None:
+    """Return a note that names the model's file, or None if the value of -m names it.
+
+    -m does not name the file if it is a repository, a URL without a name, or a later part of a split model.
+    """
+    model_name = named(model)
+    # file names may have bytes that are not UTF-8
+    model_shown, name = shown(model_name), shown(path.name)
+    if model_name in catalogue.registry() or name in model_shown:
+        return None
+    is_part = path.name == first_part(Path(model_name)).name
+    return f"{model_shown}: {'reading the first part, ' * is_part}{name}"
 
 
 def gpu_note(run: RunOptions) -> str | None:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from kvtool import policies
 from kvtool.config import archive, budget
 from kvtool.config.drafting import max_draft_tokens, uses_mtp
-from kvtool.config.model import Find, find_model, opened_on_model
-from kvtool.config.notes import gpu_note, resident_note, within_context
+from kvtool.config.model import find_model, opened_on_model
+from kvtool.config.notes import file_note, gpu_note, resident_note, within_context
 from kvtool.config.run import ChatOptions, RunOptions
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.models import resolve
 from kvtool.models.header import ModelInfo
 from kvtool.models.layers import Layers
 from kvtool.units import PLAIN, parse_bytes
@@ -51,7 +50,6 @@ def open_run(
     run: RunOptions,
     *,
     length: Callable[[Model], int] | None = None,
-    find: Find = resolve.resolve,
     guarded: bool = False,
     n_output: int = 1,
 ) -> Iterator[Opened]:
@@ -67,7 +65,7 @@ def open_run(
     scored.
     """
     spec = check(run)
-    info = find_model(run.model, find)
+    info = find_model(run.model)
     run, n_ctx, limits = within_context(run, info.n_ctx_train)
     fitted = budget.fit_cells(spec, run, info, n_ctx)
 
@@ -107,7 +105,7 @@ def open_run(
         n_cell=n_cell,
         say=placed_notes.append,
     ) as (engine, own, own_notes):
-        notes = [*limits, gpu_note(run), *placed_notes, *own_notes]
+        notes = [file_note(run.model, info.path), *limits, gpu_note(run), *placed_notes, *own_notes]
         try:
             yield Opened(engine, info, own, [note for note in notes if note])
         finally:
@@ -179,7 +177,7 @@ def settings_of(run: RunOptions, n_ctx: int, n_batch: int, n_output: int, n_draf
         over_budget=not run.scores,
         type_k=run.type_k,
         type_v=run.type_v,
-        archive_file=run.archive_file,
+        archive_file=str(run.archive_file) if run.archive_file else None,
         archive_type=PLAIN * run.is_plain + run.archive_type,
         resident=run.resident,
         checkpoints=_checkpoint_bytes(run),

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from kvtool import policies
@@ -285,7 +286,7 @@ class RunOptions(Options):
         default_text="a quarter of the free memory; half of the disk's free space with --archive-file",
         read=tested(sizes.parse_archive),
     )
-    archive_file: str | None = option(
+    archive_file: Path | None = option(
         "--archive-file PATH",
         None,
         "With --policy recall: keep the archive in a new file on this machine instead of in host memory. "

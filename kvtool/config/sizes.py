@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool.errors import UsageError
@@ -120,15 +121,13 @@ def parse_archive(text: str) -> tuple[int, bool]:
     return n, is_bytes
 
 
-def check_archive_file(file: str) -> None:
+def check_archive_file(file: str | Path) -> None:
     """Raise UsageError if the file of --archive-file cannot be created."""
     if sys.platform == "win32":
         raise UsageError("--archive-file does not work on Windows yet; leave it out")
     folder = os.path.dirname(os.path.abspath(file))
     problem = None
-    if not file:
-        problem = "is not the name of a file"
-    elif os.path.isdir(file):
+    if os.path.isdir(file):
         problem = "is a folder"
     elif os.path.lexists(file):
         problem = "exists already"
@@ -137,4 +136,4 @@ def check_archive_file(file: str) -> None:
     elif not os.access(folder, os.W_OK | os.X_OK):
         problem = f"cannot be created: no permission to write to {folder}"
     if problem:
-        raise UsageError(f"--archive-file {file!r} {problem}; name a new file")
+        raise UsageError(f"--archive-file {str(file)!r} {problem}; name a new file")

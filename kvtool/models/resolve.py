@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool import models
 from kvtool.errors import ModelError, UsageError
 from kvtool.models.catalogue import Entry, registry, unknown
 from kvtool.models.header import ModelInfo, read
@@ -26,13 +28,18 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
     """Download a model if necessary. Return the path of its file, or of its first part if it is split.
 
     name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT). If it is None, `named`
-    chooses the model. Raises ModelError.
+    chooses the model. Without `progress`, `models.show_download` shows the progress. Raises ModelError.
     """
     return pull(named(name), progress, paths=True)
 
 
 def pull(name: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
     """Do what `resolve` does, for a name that is not None. paths: True to also accept a file's path."""
+    with nullcontext(progress) if progress else models.show_download(name) as shown:
+        return _pull(name, shown, paths=paths)
+
+
+def _pull(name: str, progress: Progress | None, *, paths: bool) -> Path:
     entries = registry()
     if name in entries:
         entry = entries[name]

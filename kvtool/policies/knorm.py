@@ -26,10 +26,8 @@ class Knorm(RankedKeys):
     """Keep the keys with the smallest norms."""
 
     paper: ClassVar[str] = "arXiv:2406.11430"
-
-    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return an array for the scores: -||k||^2, which ranks keys in the same order as -||k||."""
-        return (np.zeros((n_row, n_cell), np.float32),)
+    # the score is -||k||^2, which ranks keys in the same order as -||k||
+    stores_score: ClassVar[bool] = True
 
     def observe(self, view: View, state: State) -> None:
         _shortness(view.keys, view.new_cells, state[0])

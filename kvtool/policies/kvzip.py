@@ -54,6 +54,8 @@ class KVzip(Ranked):
     reads: ClassVar[Signal] = Signal.HIGHEST
     prefill: ClassVar[str] = "whole"
     paper: ClassVar[str] = "arXiv:2505.23416"
+    # a score of 0 marks a token without a score
+    stores_score: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)
@@ -67,10 +69,6 @@ class KVzip(Ranked):
             later="\n\nRepeat the part of the previous context exactly, starting with",
             n_chunk=self.chunk,
         )
-
-    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return an array for the scores, in which 0 marks a token without a score."""
-        return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
         """Do nothing: later tokens do not change the prompt's scores."""

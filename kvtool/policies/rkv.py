@@ -32,12 +32,12 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels.kernel import kernel
-from kvtool.kernels.norm import normalise
-from kvtool.policy import FLOOR, Ranked, Signal, State, View, protected
+from kvtool.policies._keys import UnitKeys
+from kvtool.policy import FLOOR, Signal, State, View, protected
 
 
 @dataclass(frozen=True, slots=True)
-class RKV(Ranked):
+class RKV(UnitKeys):
     """Keep important tokens whose keys are not redundant.
 
     Attributes
@@ -73,7 +73,7 @@ class RKV(Ranked):
     max_window: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
-        Ranked.__post_init__(self)
+        UnitKeys.__post_init__(self)
         if not 0 <= self.mixture <= 1:
             raise ValueError(f"mixture must be in 0..1, got {self.mixture}")
         if self.kernel < 1 or self.kernel % 2 == 0:
@@ -86,16 +86,6 @@ class RKV(Ranked):
     @property
     def n_query(self) -> int:
         return self.window
-
-    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Return an empty array for keys. `observe` scales keys to norm 127 and rounds them to integers.
-
-        Sums of integers do not depend on the order of the cells.
-        """
-        return (np.zeros((n_row, n_cell, n_dim), np.int8),)
-
-    def observe(self, view: View, state: State) -> None:
-        normalise(view.keys, view.new_cells, state[0])
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)

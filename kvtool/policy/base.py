@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -61,6 +61,8 @@ class Policy:
         (decoded without evictions, then compressed once).
     sums
         Fields of `View` whose sums over all plans are the state. The default `start` and `observe` use them.
+    stores_score
+        True if the state is a score per cell, f32[row, cell]. The default `start` makes it.
     merges
         True if plans merge values.
     ragged
@@ -88,6 +90,7 @@ class Policy:
 
     paper: ClassVar[str] = ""
     sums: ClassVar[tuple[str, ...]] = ()
+    stores_score: ClassVar[bool] = False
     capped: ClassVar[bool] = False
     has_rest: ClassVar[bool] = True
     max_window: ClassVar[int] = sys.maxsize
@@ -196,16 +199,7 @@ class Policy:
 
     def request(self) -> SignalRequest:
         """Return the signals and scaling that llama.cpp computes for this policy."""
-        return SignalRequest(
-            reads=self.reads,
-            n_query=self.n_query,
-            group=self.group,
-            t=self.t,
-            logn=self.logn,
-            recall=self.recall,
-            n_future=self.n_future,
-            n_skip=self.n_skip,
-        )
+        return SignalRequest(**{field.name: getattr(self, field.name) for field in fields(SignalRequest)})
 
     @classmethod
     def has_recall(cls) -> bool:
@@ -251,7 +245,8 @@ class Policy:
         """
         if not all(hasattr(View, name) for name in self.sums):
             raise ValueError(f"sums must be a tuple of fields of View, such as ('attn',), got {self.sums!r}")
-        return tuple(np.zeros((n_row, n_cell), np.float32) for _ in self.sums)
+        n_array = len(self.sums) + self.stores_score
+        return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(n_array))
 
     def observe(self, view: View, state: State) -> None:
         """Add the signals to state[..][:, :view.n_kv]. The engine calls this method before every plan."""

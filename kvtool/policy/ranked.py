@@ -101,7 +101,9 @@ class Ranked(Policy):
             return super().fit(budget, slack, **params)
         others = {name: value for name, value in params.items() if name not in ("heads", "layers", "floor")}
         equal = super().fit(budget, slack, **others)
-        return cls(budget * _MAX_SHARE, slack, **params | {"window": equal.exempt[1]})
+        if "window" in cls.__dataclass_fields__:
+            params["window"] = equal.exempt[1]
+        return cls(budget * _MAX_SHARE, slack, **params)
 
     def split(self, pinned: int = 0) -> dict[str, int]:
         if self.ragged:

@@ -14,7 +14,6 @@ from kvtool.chats.prompt import template_of
 from kvtool.chats.template import Template
 from kvtool.chats.writer import Writer
 from kvtool.config import drafting
-from kvtool.config.model import Find
 from kvtool.config.opening import open_run
 from kvtool.config.run import RunOptions
 from kvtool.engine.loop import Engine
@@ -45,7 +44,6 @@ def opened(
     n_max: int,
     kept: Mapping[str, Any],
     thinking: Callable[[Template], ThinkingOptions] | None,
-    find: Find,
     hashing: Hashing,
 ) -> Iterator[SlotPool]:
     """Open the first engine, and yield the pool of slots: each slot answers requests with its own engine.
@@ -59,7 +57,7 @@ def opened(
     thinking: returns the thinking of requests that set none. None to leave it to the template.
     """
     with ExitStack() as stack:
-        first_run = stack.enter_context(open_run(run, find=find, guarded=True, n_output=N_OUTPUT))
+        first_run = stack.enter_context(open_run(run, guarded=True, n_output=N_OUTPUT))
         for note in first_run.notes:
             site.say(note)
         first, run = first_run.engine, first_run.run

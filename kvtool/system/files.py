@@ -58,7 +58,7 @@ def _sync_folder(path: Path) -> None:
             os.close(folder)
 
 
-def free_disk_bytes(path: str) -> int:
+def free_disk_bytes(path: str | Path) -> int:
     """Return the free space, in bytes, of the disk on which a file is or will be. Raises OSError."""
     return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
 

@@ -471,14 +471,14 @@ def test_picture_has_one_line_per_policy(monkeypatch):
 def test_records_path_must_be_a_writable_regular_file(monkeypatch, tmp_path):
     (tmp_path / "out.jsonl").write_text("")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
-    assert output.records_path(str(tmp_path / "link.jsonl"), False) == tmp_path / "out.jsonl"
+    assert output.records_path(tmp_path / "link.jsonl", False) == tmp_path / "out.jsonl"
     with pytest.raises(UsageError, match="not a regular file"):
-        output.records_path(os.devnull, True)
+        output.records_path(Path(os.devnull), True)
     for locked in (tmp_path / "out.jsonl", tmp_path):
         monkeypatch.setattr(os, "access", lambda path, mode, locked=locked: path != locked)
         for file in ("out.jsonl", "new.jsonl") if locked == tmp_path else ("out.jsonl",):
             with pytest.raises(UsageError, match="no permission"):
-                output.records_path(str(tmp_path / file), True)
+                output.records_path(tmp_path / file, True)
 
 
 def test_picture_name_must_end_in_png_or_have_no_ending():

@@ -325,6 +325,10 @@ def test_value_out_of_range_gets_one_line(smollm2, words, message):
             ["compare", "a.txt", "--records", "a.png", "--plot", "./a.png"],
             "--records and --plot name the same file, a.png; name another file",
         ),
+        (
+            ["compare", "a.txt", "--records=~/a.png", "--plot", os.path.expanduser("~/a.png")],
+            f"--records and --plot name the same file, {os.path.expanduser('~/a.png')}; name another file",
+        ),
         (["chat", "--session", ""], "the session's name is empty; name a file"),
         (["chat", "--transcript="], "the transcript's name is empty; name a file"),
     ],
@@ -333,6 +337,31 @@ def test_conflicting_arguments_get_one_line(words, message, tmp_path):
     (tmp_path / "link").symlink_to("a.kv")
     assert_one_line(run_kvtool(*words, cwd=tmp_path), 2, f"kvtool: {message}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "output"),
+    [
+        (["inspect", "./in"], "FILE", "--html"),
+        (["compare", "in"], "FILE", "--plot"),
+        (["compare", "in", "--resume"], "FILE", "--records"),
+        (["compare", "x", "-m", "./in"], "--model", "--plot"),
+        (["inspect", "x", "--lora", "in"], "--lora", "--html"),
+        (["chat", "--policy", "in.py"], "--policy", "--transcript"),
+        (["chat", "--draft", "in"], "--draft", "--transcript"),
+        (["chat", "--system-file", "in"], "--system-file", "--session"),
+        (["chat", "--chat-template", "in"], "--chat-template", "--transcript"),
+    ],
+)
+@pytest.mark.parametrize("name", ["in", "symbolic", "hard"])
+def test_output_must_not_be_an_input(words, flag, output, name, tmp_path):
+    (tmp_path / "in").write_text("a text")
+    (tmp_path / "in.py").symlink_to("in")
+    (tmp_path / "symbolic").symlink_to("in")
+    (tmp_path / "hard").hardlink_to(tmp_path / "in")
+    done = run_kvtool(*words, output, name, cwd=tmp_path)
+    assert_one_line(done, 2, f"kvtool: {flag} and {output} name the same file, ")
+    assert (tmp_path / "in").read_text() == "a text"
 
 
 def test_cache_types_ignore_upper_and_lower_case():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvtool.chats import contents
 from kvtool.cli.declared import options, parameters
-from kvtool.config import report
+from kvtool.config import opening, report
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.opening import open_run
 from kvtool.config.run import RunOptions, ScoreOptions
@@ -203,9 +203,7 @@ def test_resumed_session_keeps_its_policy_and_budget():
         ({"policy": "full", "budget": "9", "typed": frozenset({"budget"})}, "`full` keeps every token"),
     ],
 )
-def test_invalid_options_are_refused_before_the_model_is_searched(wrong, words):
-    def find(name):
-        raise AssertionError(name)
-
-    with pytest.raises(UsageError, match=words), open_run(RunOptions(**wrong), find=find):
+def test_invalid_options_are_refused_before_the_model_is_searched(monkeypatch, wrong, words):
+    monkeypatch.setattr(opening, "find_model", lambda name: pytest.fail(str(name)))
+    with pytest.raises(UsageError, match=words), open_run(RunOptions(**wrong)):
         pass

@@ -101,9 +101,31 @@ def test_keys_that_policies_once_had_are_ignored(file, monkeypatch):
     assert kvtool("config").returncode == 0
 
 
-def test_a_path_may_begin_with_a_tilde(file):
+def test_paths_may_begin_with_a_tilde(file, monkeypatch):
+    home, root = os.path.expanduser("~"), ROOT.make_context("kvtool", [], resilient_parsing=True)
+
+    def parsed(words, *arguments):
+        command = dict(settings.all_commands(ROOT))[words]
+        return command.make_context(words[-1], [*arguments], parent=root).params
+
+    file("")
+    seen = set()
+    for words, command in settings.all_commands(ROOT):
+        for param in command.params:
+            if param.type.name == "path":
+                is_option = param.param_type_name == "option"
+                typed = (f"{param.opts[0]}=~/a",) if is_option else ("x", "~/a")[param.nargs == 1 :]
+                value = parsed(words, *typed)[param.name]
+                assert value == (f"{home}/a" if param.nargs == 1 else (f"{home}/a",)), (words, param.name)
+                seen.add(param.name)
+    assert seen == {
+        *("session", "reread", "transcript", "api_key_file", "sessions", "archive_file"),
+        *("records", "plot", "html", "file", "files"),
+    }
+    monkeypatch.setenv("KVTOOL_RECORDS", "~/b")
     file('[chat]\nsession = "~/talk.kv"\nsystem = "~"')
-    assert effective("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}
+    assert parsed(("compare",))["records"] == f"{home}/b"
+    assert [parsed(("chat",))[name] for name in ("session", "system")] == [f"{home}/talk.kv", "~"]
 
 
 def test_model_table_overrides_command_table(file):

@@ -70,8 +70,13 @@ def fit_recall(budget=48, evict_every=16, **params):
 
 
 def future_of(policy):
-    """Return the argument `future` for a reference Stream: None unless the policy reads Signal.FUTURE."""
-    return (policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None
+    """Return the argument `future` for a reference Stream: None if the policy reads neither signal of it.
+
+    For a policy that reads only VALUE_NORMS, the reference also computes future logits, at one position.
+    """
+    if not policy.reads & (Signal.FUTURE | Signal.VALUE_NORMS):
+        return None
+    return policy.n_query, max(policy.n_future, 1), policy.n_skip
 
 
 def random_tokens(n, seed=1, n_vocab=259):

@@ -128,26 +128,20 @@ def test_signals_survive_the_closing_of_gaps(tiny_model, name):
         assert engine.n_restart > 0
 
 
+ELSEWHERE = {"full", "kvzip", "recall", "corm", *(name for name, *_ in TINY)}
+"""Policies of other tests: full never evicts, kvzip reads a prompt twice, the others are in this file."""
+
 # positions=auto is left out: BUZZ's options change the lengths of steps, which decide where gaps are closed
 OTHERS = [
+    *((name, []) for name in policies.names() if name not in ELSEWHERE),
     ("buzz", ["logn=true"]),
     ("buzz", ["logn=true", "logn_n=cells"]),
     ("h2o", ["score=mean", "decay=0.95"]),
     ("h2o", ["per=layer", "group=max"]),
     ("h2o", ["group=first"]),
-    ("scissorhands", []),
-    ("snapkv", []),
-    ("roco", []),
-    ("keydiff", []),
-    ("rkv", []),
-    ("expected", []),
     ("expected", ["queries=9", "ahead=7", "epsilon=0"]),
-    ("knorm", []),
-    ("weightedkv", []),
     ("weightedkv", ["merge=false"]),
-    ("cam", []),
     ("cam", ["score=sum"]),
-    ("bumblebee", []),
     ("bumblebee", ["phi=power", "similarity=f32"]),
 ]
 

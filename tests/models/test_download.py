@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 import tests.models.web as server
 import tests.tiny as tiny
+from kvtool.cli import app
 from kvtool.cli import models as cli
+from kvtool.config.model import find_model
 from kvtool.errors import ModelError
 from kvtool.models import catalogue, download, hub, stored, web
 from kvtool.models import resolve as resolving
@@ -414,8 +416,6 @@ def test_unreachable_repository_server_is_reported(monkeypatch):
 def test_download_is_announced_before_the_first_connection(monkeypatch, name, capsys):
     from huggingface_hub import constants
 
-    from kvtool.cli.locate import locate
-
     nowhere = "http://127.0.0.1:1"
     monkeypatch.setattr(constants, "ENDPOINT", nowhere)
     template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
@@ -425,8 +425,39 @@ def test_download_is_announced_before_the_first_connection(monkeypatch, name, ca
     # without a network, a download must fail at once and not wait for another try
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
     with pytest.raises(ModelError, match="no connection"):
-        locate(name)
+        find_model(name)
     assert capsys.readouterr().err == f"downloading {name}\n"
+
+
+def test_python_programs_get_no_line_of_a_download(url):
+    code = "import kvtool.models.resolve as models, sys; models.resolve(sys.argv[1])"
+    done = fork_server.run_python("-c", code, url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_draft_model_download_is_announced(site, model, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(model)
+    server.add_repository(site, "o/draft", {"d.gguf": model})
+    arguments = ["generate", "x", "--raw", "-m", str(tmp_path / "m.gguf"), "--policy", "full", "-n", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--draft", "hf:o/draft"], catch_exceptions=False)
+    assert done.stderr.startswith("downloading hf:o/draft\n")
+
+
+def test_serve_downloads_and_names_its_model_once(site, model, monkeypatch):
+    from kvtool.serve.http import server as http
+
+    def serve(site, opened, listening, ready):
+        with opened():
+            raise ModelError("ends here")
+
+    monkeypatch.setattr(http, "serve", serve)
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    arguments = ["serve", "-m", "hf:o/r", "--policy", "streamingllm", "--port", "0", "-c", "100000"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    first, *lines = done.stderr.splitlines()
+    assert first == "downloading hf:o/r"
+    assert lines.count("hf:o/r: m.gguf") == 1
+    assert sum("is above the model's trained length" in line for line in lines) == 1
 
 
 # models.txt

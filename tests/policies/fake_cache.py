@@ -89,14 +89,15 @@ class Cache:
         attention = self._attention(steps)
         self.n_new, self.next = n_token, self.next + n_token
         self._reduce(attention, n_seen, steps)
-        if self.reads_future:
+        if self.looks_ahead:
             self._look_ahead()
         if self.twin:
             self._record(attention, n_seen, steps)
 
     @property
-    def reads_future(self):
-        return Signal.FUTURE in self.policy.reads
+    def looks_ahead(self):
+        """True if the policy reads a signal that `_look_ahead` makes up."""
+        return bool(self.policy.reads & (Signal.FUTURE | Signal.VALUE_NORMS))
 
     def _look_ahead(self):
         """Make up the means and variances of future logits, and the norms of values."""
@@ -127,7 +128,7 @@ class Cache:
                 received = attention[number, :, :, cell_of[token["pos"]]]
                 token["mass"] += float(received.sum())
                 token["last"] = float(received[:, -1].sum())
-                if self.reads_future:
+                if self.looks_ahead:
                     index = number, ..., cell_of[token["pos"]]
                     token["future"] = list(
                         zip(
@@ -160,7 +161,7 @@ class Cache:
             new = self.live[:, None] - self.n_new + np.arange(self.n_new)
             new = np.take_along_axis(order, new, axis=1) - (self.live[:, None] - self.n_new)
             self.keys = np.take_along_axis(self.keys, new[..., None], axis=1)
-            if self.reads_future:
+            if self.looks_ahead:
                 for name in ("future_mean", "future_variance"):
                     setattr(self, name, np.take_along_axis(getattr(self, name), order[:, None], axis=2))
                 self.value_norms = np.take_along_axis(self.value_norms, order, axis=1)
@@ -172,7 +173,7 @@ class Cache:
         }
         keys = self.keys if Signal.KEYS in self.policy.reads else None
         live = self.live.copy() if self.policy.ragged else None
-        if self.reads_future:
+        if Signal.FUTURE in self.policy.reads:
             signals |= {name: getattr(self, name) for name in ("future_mean", "future_variance")}
         if Signal.VALUE_NORMS in self.policy.reads:
             signals["value_norms"] = self.value_norms

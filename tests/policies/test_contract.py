@@ -19,7 +19,7 @@ EVICTING = [name for name in policies.names() if policies.load(name).evicts]
 every_evicting_policy = pytest.mark.parametrize("name", EVICTING)
 # tests of state run only for policies that have state
 every_policy_with_state = pytest.mark.parametrize(
-    "name", [name for name in EVICTING if policies.fit(name, 40).start(1, 40, 8)]
+    "name", [name for name in EVICTING if policies.fit(name, 512).start(1, 512, 8)]
 )
 
 

@@ -1,6 +1,7 @@
 """Rows that share a layer's budget (`heads=adaptive`), and layers that share budgets (`layers=adaptive`)."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from fake_cache import Cache
 from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.kernels.selection import keep_shared, layer_entropy
+from kvtool.policy import Ranked
 from kvtool.policy.ranked import apportion
 
 SHARING = ["expected", "h2o", "keydiff", "knorm", "kvzip", "rkv", "scissorhands", "snapkv", "tova"]
@@ -201,3 +203,14 @@ def test_suggested_smallest_budget_works():
     with pytest.raises(UsageError, match="use a budget of at least 71"):
         policies.fit("h2o", 64, None, ["heads=adaptive", "window=63"])
     assert policies.fit("h2o", 71, None, ["heads=adaptive", "window=63"]).n_asked == 71
+
+
+def test_policy_without_a_window_can_share_a_budget():
+    @dataclass(frozen=True, slots=True)
+    class Newest(Ranked):
+        budget: int
+        slack: int
+        heads: str = "equal"
+        floor: float = 0.2
+
+    assert Newest.fit(64, 8, heads="adaptive") == Newest(128, 8, heads="adaptive")

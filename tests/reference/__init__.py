@@ -15,6 +15,9 @@ rows
     mass   sum of all attention in `seen`
     last   attention of the last query, summed over the group
     key    the key before RoPE, a list of floats
+    future, value_norm
+           if the policy reads Signal.FUTURE or VALUE_NORMS: (mean, variance) of the future logits of each
+           head of the group, and the norm of the value
     old    for buzz: True if an eviction has kept the token while it was between sinks and window
     row    index of the row among the rows of all layers
     notes  a dict, empty at first, for values that the twin needs in the next plan

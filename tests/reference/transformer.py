@@ -178,7 +178,7 @@ class Stream:
     n_block: if set, blocks of n_block tokens become far as a whole. In row i of n rows, a block becomes far
     i * (n_block // 4) // n tokens later.
     exact: number of tokens in clusters that a one-token step attends to exactly; None without clusters.
-    future: (n_query, n_future, n_skip) of a policy that reads `future` and `value_norm` in records, or None.
+    future: (n_query, n_future, n_skip) of a policy that reads `future` or `value_norm` in records, or None.
     """
 
     def __init__(

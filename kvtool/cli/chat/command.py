@@ -16,7 +16,7 @@ from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.model_advice import base_model
-from kvtool.cli.output import check_apart
+from kvtool.cli.output import check_apart, files_read
 from kvtool.cli.writing import end_note, of_model, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions
@@ -68,7 +68,8 @@ def chat(
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(typed_run, model_name), system.text()
-    check_apart(*_written(args), ("--reread", args.reread))
+    read = [("--system-file", system.system_file), *files_read(run)]
+    check_apart(*_written(args), ("--reread", args.reread), read=read)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with ExitStack() as stack:
         starting = stack.enter_context(ExitStack())

@@ -106,7 +106,7 @@ class _CompareRun(ScoreOptions):
 
 @dataclass(frozen=True)
 class _CompareOptions(Options):
-    records: str | None = option(
+    records: Path | None = option(
         "--records FILE", None, "Append the record of each finished run to this file, one JSON line each."
     )
     resume: bool = option("--resume", False, "Continue the file of --records: do only the missing runs.")
@@ -122,7 +122,8 @@ def compare(
     One policy with one budget and one cache type is a run; each run scores every token after the first.
     """
     path = output.records_path(args.records, args.resume)
-    output.check_apart(("--records", path), ("--plot", args.plot))
+    read = [("FILE", file), *output.files_read(run)]
+    output.check_apart(("--records", path), ("--plot", args.plot), read=read)
     output.check_picture(args.plot)
 
     from kvtool.config import archive

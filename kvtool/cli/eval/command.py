@@ -106,7 +106,7 @@ class _EvalOptions(Options):
         valid=Range(16),
         default_text="the trained context",
     )
-    records: str | None = option(
+    records: Path | None = option(
         "--records FILE", None, "Append the record of each answered item to this file, one JSON line each."
     )
     resume: bool = option("--resume", False, "Continue the file of --records: ask only the missing items.")

@@ -14,7 +14,6 @@ from kvtool.cli import output
 from kvtool.cli.console import plain_console, say, table_console
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import File, check_length, first_tokens, source
 from kvtool.config.run import ScoreOptions
@@ -67,6 +66,7 @@ class _InspectOptions(Options):
 def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_json: Json = False) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
     output.check_writable(args.html)
+    output.check_apart(("--html", args.html), read=[("FILE", file), *output.files_read(run)])
 
     from kvtool import policies
     from kvtool.cli.inspect.page import page
@@ -85,7 +85,7 @@ def inspect(*, file: File = None, run: _InspectRun, args: _InspectOptions, as_js
 
     with (
         closing(source(file)) as text,
-        open_run(run, length=length, find=locate, guarded=True) as opened,
+        open_run(run, length=length, guarded=True) as opened,
     ):
         say(*opened.notes)
         engine, policy = opened.engine, opened.run.policy
