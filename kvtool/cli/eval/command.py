@@ -251,7 +251,7 @@ def _policy_for(
         return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx)), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
-        fitted = budget.fit(spec, run, sizes.parse(share, model.n_ctx_train), model.layers)
+        fitted = budget.fit_run(spec, run, model.layers, n_ctx, n_ctx, model.n_ctx_train)
         say(fitted.note)
         return lambda n, n_answer: fitted.policy, fitted.n_batch
     percent = sizes.percent(share)
