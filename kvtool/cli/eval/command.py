@@ -164,6 +164,7 @@ def evaluate(
     run, info, n_ctx = locate_model(run)
     _check_budget(spec, run, info, n_ctx)
 
+    from kvtool.measure.records import NotStored
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
@@ -191,7 +192,12 @@ def evaluate(
         }
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
-        _measure(chosen, results, reader, len(items), as_json=as_json)
+        try:
+            _measure(chosen, results, reader, len(items), as_json=as_json)
+        except NotStored:
+            # a full disk does not lose the finished results
+            _finish(chosen, results, as_json=as_json)
+            raise
     _finish(chosen, results, as_json=as_json)
 
 
@@ -318,7 +324,7 @@ def _too_long(reader: Reader, n: int) -> str | None:
     if reader.is_cut:
         return f"a prompt does not fit in {reader.n_prompt:,} tokens (--max-prompt): its middle is cut out"
     if n > n_most:
-        return f"a prompt has {n:,} tokens, more than the trained context ({n_most:,}); it is read whole"
+        return f"a prompt has {n:,} tokens, more than the trained context ({n_most:,}); it is not cut"
     return None
 
 
