@@ -175,7 +175,7 @@ def test_byte_budget_includes_recurrent_states(common):
             "128KiB",
             "f16",
             {},
-            "^--budget 128KiB is too small: recall also fills cells in each step; give more bytes, or a smaller",
+            "^--budget 128KiB is too small: recall also fills cells in each step; give more bytes, or a",
         ),
         ("buzz:kept=true", "200", "f16", {}, "a budget of at most that, not 200, which takes 525"),
         ("h2o", "64", "q8_0", {"flash": "off"}, "flash attention"),

@@ -412,8 +412,8 @@ def test_budget_share_leaves_room_for_the_reply_header(tiny_chat, tmp_path):
 )
 def test_byte_budget_includes_the_batch_and_the_cells_of_recall(tiny_chat, tmp_path, policy, more):
     out = tmp_path / "out.jsonl"
-    # 256 KiB are 512 cells with f16 in two layers, with two heads of size 32. A batch, or the cells that recall
-    # fills in a step, take some of them
+    # 256 KiB are 512 cells with f16 in two layers, with two heads of size 32. A batch, or the cells that
+    # recall fills in a step, take some of them
     evaluate(tiny_chat, "qa", "--policy", policy, "--budget", "256KiB", "--records", out, *more)
     for record in records_of(out):
         assert record["kv_bytes"] <= 256 * 2**10
