@@ -116,6 +116,8 @@ def stopped(path: Path | None, n_done: int, n: int, unit: str) -> str:
     """Return the message after Ctrl-C. path: the file of --records."""
     if path is None:
         return "stopped; nothing was kept (--records FILE keeps finished ones)"
+    if n_done == 0:
+        return f"stopped; 0 of {n} {unit} are done"
     return f"stopped; {n_done} of {n} {unit} are in {path}; --resume does the rest"
 
 

@@ -57,7 +57,7 @@ def fit_cells(spec: policies.PolicySpec, run: RunOptions, info: ModelInfo, n_ctx
     if budget.in_bytes:
         spec.fit(info.n_ctx_train)
         return None
-    return fit(spec, run, budget, info.plain_layers)
+    return _fit(spec, run, budget, info.plain_layers)
 
 
 def fit_run(
@@ -68,29 +68,31 @@ def fit_run(
     n_text: number of cells for a policy that never evicts. Other policies do not use it.
     """
     if not spec.kind.evicts:
-        return fit(spec, run, in_cells(n_text, n_ctx_train), layers)
-    budget = of_run(run, spec.kind, n_ctx, n_ctx_train)
-    fitted = fit(spec, run, budget, layers)
-    return _without_recalled_cells(fitted, spec, layers) if budget.in_bytes and run.scores else fitted
+        return _fit(spec, run, in_cells(n_text, n_ctx_train), layers)
+    return _fit(spec, run, of_run(run, spec.kind, n_ctx, n_ctx_train), layers)
 
 
-def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
+def _fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Layers) -> Fitted:
     """Fit the policy to the budget.
 
-    While a batch is read, a row may have more cells than its budget. A budget in bytes includes these cells.
-    If every token is scored, a batch may not exceed the budget.
+    A row may have more cells than its budget: while a batch is read, and cells that recall fills in each
+    step. A budget in bytes includes these cells. If every token is scored, a batch may not exceed the budget.
 
     Raises UsageError if the budget is too small. The error names the smallest budget that works.
     """
     wanted = run.n_batch or run.default_n_batch
-    n, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)
-    is_whole = budget.in_bytes and n >= budget.n_ctx_train
+    n_most, n_batch = budget.cells(layers, wanted, run.type_k, run.type_v)
+    n, is_whole = n_most, budget.in_bytes and n_most >= budget.n_ctx_train
     if budget.in_bytes and not run.scores:
         n -= max(n_batch - spec.slack(n), 0)
     # the model is not loaded yet, so the number of tokens that a chat template needs is unknown
     more = ", and a few more in a chat" if isinstance(run, ChatOptions) else ""
+
+    def adapt(policy: Policy) -> Policy:
+        return policy.for_model(layers.n_group, layers.has_values)
+
     try:
-        policy = spec.fit(n, lambda policy: policy.for_model(layers.n_group, layers.has_values), more=more)
+        policy = spec.fit(n, adapt, more=more)
     except UsageError as error:
         if run.budget is None and n == run.n_ctx:
             raise UsageError(f"--ctx-size {n} limits the budget: {error}") from None
@@ -100,6 +102,15 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
             f"--budget {budget.text}: with these parameters a row of {spec.name} takes more than its budget "
             "at times, so bytes would not bound it; give it in tokens (512) or as a share (10%)"
         )
+    if budget.in_bytes and policy.recall and (n_over := _n_recalling(adapt(policy), layers) - n_most) > 0:
+        n -= n_over
+        try:
+            policy = spec.fit(n, adapt)
+        except UsageError:
+            raise UsageError(
+                f"--budget {budget.text} is too small: {spec.name} also fills cells in each step; "
+                "give more bytes, or a smaller -o chunk"
+            ) from None
     notes = []
     if is_whole:
         whole = f"{n:,} of its {budget.n_ctx_train:,} tokens"
@@ -109,13 +120,7 @@ def fit(spec: policies.PolicySpec, run: RunOptions, budget: Budget, layers: Laye
     return Fitted(policy, n, n_batch, "; ".join(notes) or None)
 
 
-def _without_recalled_cells(fitted: Fitted, spec: policies.PolicySpec, layers: Layers) -> Fitted:
-    """Reduce the number of cells that `fit` computed from a budget in bytes.
-
-    recall fills additional cells in each step. These cells also take bytes, which the budget has to include.
-    """
-    policy = fitted.policy.for_model(layers.n_group, layers.has_values)
-    if not policy.recall:
-        return fitted
-    n = 2 * fitted.n - policy.n_live - policy.recall.n_filled(layers.has_values)
-    return fitted._replace(policy=spec.fit(n), n=n) if n < fitted.n else fitted
+def _n_recalling(policy: Policy, layers: Layers) -> int:
+    """Return the number of cells of a row in a step that recalls: the live cells and those that it fills."""
+    assert policy.recall
+    return policy.n_live + policy.recall.n_filled(layers.has_values)

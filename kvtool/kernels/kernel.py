@@ -31,24 +31,31 @@ class Kernel(Generic[P, R]):
     def prepare(self) -> Callable[P, R]:
         """Load or compile the function now instead of at its first call, and return it."""
         if self._called is None:
-            self._called = load.find(self.name, self.signatures) or self.compile()
+            self._called = load.find(self.name, self.signatures)
+        if self._called is None:
+            try:
+                self._called = self.compile()
+            except OSError:
+                # the disk has no room for the compiled function
+                self._called = self.compile(stores=False)
         return self._called
 
-    def compile(self) -> Callable[P, R]:
-        """Compile the function with numba, or load it from numba's disk cache.
+    def compile(self, *, stores: bool = True) -> Callable[P, R]:
+        """Compile the function with numba, or load it from numba's disk cache. Raises OSError.
 
-        If kvtool's cache folder cannot be written, the compiled function is not stored.
+        stores: False to leave the disk cache alone. It is also left alone if kvtool's cache folder cannot be
+        written.
         """
         if self._compiled is None:
             # the kernels that this function calls must be compiled before numba compiles it
             names = self._function.__globals__
             for name in self._function.__code__.co_names:
                 if isinstance(called := names.get(name), Kernel):
-                    names[name] = called.compile()
+                    names[name] = called.compile(stores=stores)
             self._compiled = _numba().njit(
                 self.signatures,
                 # if the folder cannot be written, numba would write next to the sources, or fail
-                cache=can_write(load.LIBRARY.parent),
+                cache=stores and can_write(load.LIBRARY.parent),
                 nogil=True,
                 error_model="numpy",
                 fastmath={"reassoc"} if self._any_order else False,

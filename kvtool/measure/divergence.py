@@ -13,10 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,7 +26,7 @@ import numpy as np
 from kvtool.errors import InputError
 from kvtool.kernels.likelihood import divergence, log_probs
 from kvtool.measure.perplexity import nll_of
-from kvtool.system.files import locked, replacing
+from kvtool.system.files import can_write, locked, replacing
 from kvtool.system.paths import cache_dir
 
 N_TOP = 2048
@@ -42,6 +44,18 @@ def path_of(key: Mapping[str, Any]) -> Path:
 def fits(n: int, n_vocab: int) -> bool:
     """True if a reference of n scored tokens fits into MAX_BYTES."""
     return n * _row(n_vocab).itemsize <= MAX_BYTES
+
+
+def folder_with_room(path: Path, n: int, n_vocab: int) -> Path | None:
+    """Return the folder in which a reference of n scored tokens can be written, or None.
+
+    path: path of the reference. If its folder cannot be written or has no room, the result is the folder for
+    temporary files.
+    """
+    for folder in (path.parent, Path(gettempdir())):
+        if can_write(folder) and shutil.disk_usage(folder).free >= n * _row(n_vocab).itemsize:
+            return folder
+    return None
 
 
 class Scores(ABC):
@@ -121,7 +135,12 @@ class ReferenceWriter(Scores):
         log_probs(logits, tokens, top, log_p)
         rows["nll"], rows["top"] = nll_of(logits, target), top
         rows["tokens"], rows["log_p"] = tokens, log_p
-        self._file.write(rows.tobytes())
+        try:
+            self._file.write(rows.tobytes())
+        except OSError as error:
+            # name the file in the message about a full disk
+            error.filename = self._file.name
+            raise
         return self._add(rows, logits, target)
 
 

@@ -7,14 +7,14 @@ result of a run depends. They identify the run, so that an interrupted compariso
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from kvtool import policies
-from kvtool.config import archive, budget, sizes
+from kvtool.config import archive, budget
 from kvtool.config.opening import check_read_once, settings_of
 from kvtool.config.run import ScoreOptions
 from kvtool.engine.checks import check
@@ -130,8 +130,8 @@ def runs(
     is True. A policy that chooses how much each row keeps (`capped`) also has a run without a budget.
 
     n_ctx_train: the model's trained context. wanted: policies with their parameters, as the user typed them.
-    budgets: budgets as the user typed them. say: function that gets a note about runs with two names. Raises
-    UsageError.
+    budgets: budgets as the user typed them. say: function that gets notes about runs with two names and about
+    budgets that hold the whole text. Raises UsageError.
     """
 
     def evicts(text: str) -> bool:
@@ -154,7 +154,23 @@ def runs(
             twins[run.name] = first.name
     if twins:
         say("; ".join(f"{name} is the same run as {first}" for name, first in twins.items()))
+    if note := _whole_note(grid.values(), common.n_tokens):
+        say(note)
     return list(grid.values())
+
+
+def _whole_note(grid: Iterable[Run], n_tokens: int) -> str | None:
+    """Return a note about budgets that hold the whole text, because nothing is evicted there."""
+    whole = {}
+    for run in grid:
+        # a `capped` policy may evict before the budget is full
+        if run.typed_budget and not run.policy.capped and run.budget >= n_tokens:
+            share = " of the trained context" if run.typed_budget.endswith("%") else ""
+            whole[run.typed_budget] = f"{run.typed_budget}{share} ({run.budget:,} tokens)"
+    if not whole:
+        return None
+    named = ", ".join(whole.values())
+    return f"nothing is evicted where the budget holds the text ({n_tokens:,} tokens): {named}"
 
 
 def keeps_all_it_needs(wanted: str) -> bool:
@@ -217,16 +233,12 @@ def _run(
 
     name, options = split_policy(label)
     check_read_once(common.options, name)
-    chosen = _options(common, name, options, kind)
+    chosen = _options(common, name, options, kind, budget=typed_budget)
     spec = policies.spec(name, chosen.evict_every, options)
     # raise UsageError if the type does not fit the model's heads
     layers.cell_bytes(kind, kind)
-    if typed_budget is None:
-        n = common.n_ctx if spec.kind.evicts else min(common.n_ctx, common.n_tokens)
-        size = budget.in_cells(n, n_ctx_train)
-    else:
-        size = sizes.parse(typed_budget, n_ctx_train)
-    fitted = budget.fit(spec, chosen, size, layers)
+    n_text = min(common.n_ctx, common.n_tokens)
+    fitted = budget.fit_run(spec, chosen, layers, n_text, common.n_ctx, n_ctx_train)
     choose_flash(chosen.flash, kind, layers.has_alibi)
     if spec.kind.evicts:
         slack, n_batch = fitted.policy.slack, fitted.n_batch

@@ -23,6 +23,10 @@ Record = Mapping[str, Any]
 """Result as a JSON object."""
 
 
+class NotStored(KvtoolError):
+    """Raised if a result cannot be appended to its file."""
+
+
 def key(record: Record, names: Iterable[str]) -> str:
     """Return the values of the fields `names` as one string. The value of a missing field is null."""
     return json.dumps([record.get(name) for name in names], sort_keys=True)
@@ -79,7 +83,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a record and sync it to the disk. Several processes may append at once. Raises KvtoolError."""
+    """Append a record and sync it to the disk. Several processes may append at once. Raises NotStored."""
     try:
         with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
             # cut off an incomplete last line: a record appended to it would be unreadable
@@ -88,7 +92,7 @@ def append(path: Path, record: Record) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise KvtoolError(f"cannot write {path}: {error.strerror or error}") from None
+        raise NotStored(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _whole_lines(file: BinaryIO) -> int:

@@ -94,11 +94,14 @@ def spare_folder() -> Path | None:
 
 
 def can_write(folder: Path) -> bool:
-    """Return True if files can be created in a folder. If it does not exist, it is created."""
+    """Return True if files can be written in a folder. If it does not exist, it is created.
+
+    False if the disk is full.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
+        with tempfile.TemporaryFile(buffering=0, dir=folder) as file:
+            return file.write(b"0") == 1
     except OSError:
         return False
 

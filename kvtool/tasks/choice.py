@@ -118,7 +118,7 @@ def _questions(path: Path) -> list[Item]:
 def _item(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:
     """Build a question. prompt, ending: text before and after the choice. right: index of the answer."""
     if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
-        raise ValueError(f"answer {right + 1} of {len(choices)} choices")
+        raise data.Misfit(f"answer {right + 1} of {len(choices)} choices")
     return Item("", prompt, [choices[right]], choices, {"ending": ending} if ending else {})
 
 
@@ -141,13 +141,13 @@ def _question(record: Record) -> Item:
         return _item(_as_question(text), choices, "ABCDE".index(record["answer"]))
     match = _INSTRUCTION.fullmatch(text)
     if not match:
-        raise ValueError("no numbered answers in the instruction")
+        raise data.Misfit("no numbered answers in the instruction")
     choices = _NUMBERED.split(match["choices"])[1:]
     right, question = int(record["answer"][-1]) - 1, match["question"]
     if match["choices"].startswith("Option"):
         before, blank, ending = question.partition("_")
         if not blank:
-            raise ValueError("no blank in the sentence")
+            raise data.Misfit("no blank in the sentence")
         return _item(before.strip(), choices, right, ending.rstrip())
     # OpenBookQA's questions are beginnings of sentences, so the harness does not mark them as questions
     prompt = question.strip() if match["choices"].startswith("Answer") else _as_question(question)

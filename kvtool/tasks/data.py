@@ -19,6 +19,10 @@ _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxE
 """Errors that a record with an unknown layout causes."""
 
 
+class Misfit(ValueError):
+    """Raised for a record with an unknown layout. Users see its text."""
+
+
 def read(path: Path) -> list[Any]:
     """Read all records of a file. Raises InputError unless it is readable JSON."""
     try:
@@ -33,11 +37,11 @@ def read(path: Path) -> list[Any]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if text.lstrip().startswith("["):
-        records: list[Any] = _parsed(text, str(path))
+        records: list[Any] = _parsed(text, path)
         return records
     # splitlines would also split at other line breaks, which strings in JSON may contain
     lines = enumerate(text.split("\n"), 1)
-    return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    return [_parsed(line, path, number) for number, line in lines if line.strip()]
 
 
 def parse_each(
@@ -46,7 +50,7 @@ def parse_each(
     """Yield (file, number, result of `parse`) for every record. Numbers in a file start at 1.
 
     task: name of the task in error messages. parse: function that raises an ordinary error (KeyError,
-    ValueError, ...) if the layout of a record is unknown. This error becomes an InputError. Also raises
+    Misfit, ...) if the layout of a record is unknown. This error becomes an InputError. Also raises
     InputError if a file has no records.
     """
     for path in files:
@@ -59,7 +63,7 @@ def parse_each(
             except _MISFITS as error:
                 raise InputError(
                     f"{path}, record {number}, has a layout that {task} does not know "
-                    f"({type(error).__name__}: {error}); docs/tasks.md has them"
+                    f"({_reason(record, error)}); docs/tasks.md has them"
                 ) from None
 
 
@@ -79,23 +83,38 @@ def few_shot(n: int, others: Sequence[T], seed: str, what: str) -> list[T]:
 
 
 def text(value: Any) -> str:
-    """Return the value, which must be a string. Raises TypeError."""
+    """Return the value, which must be a string. Raises Misfit."""
     if not isinstance(value, str):
-        raise TypeError(f"expected a text, got {value!r:.40}")
+        raise Misfit(f"expected a text, got {value!r:.40}")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """Return the value as a list of strings. It must be a string or a list of strings. Raises TypeError."""
+    """Return the value as a list of strings. It must be a string or a list of strings. Raises Misfit."""
     return [text(part) for part in ([value] if isinstance(value, str) else list(value))]
 
 
-def _parsed(line: str, where: str) -> Any:
+def _reason(record: Any, error: Exception) -> str:
+    """Return why the layout of a record is unknown, for the user."""
+    if isinstance(error, Misfit):
+        return str(error)
+    # leave out Python's error, because it is about the layout that was tried last
+    if not isinstance(record, dict):
+        return "it is not an object"
+    return f"its fields are {', '.join(map(repr, record)):.100}" if record else "it has no fields"
+
+
+def _parsed(text: str, path: Path, number: int | None = None) -> Any:
+    """Parse a file, or the line `number` of it. Raises InputError."""
     try:
-        record = json.loads(line)
-        if "\\ud" in line.lower():
+        record = json.loads(text)
+        if "\\ud" in text.lower():
             # replace half of a surrogate pair by a question mark: models cannot read it
             record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+    except json.JSONDecodeError as error:
+        where = f"line {number or error.lineno}, column {error.colno}"
+        raise InputError(f"{path}, {where}, is not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON: {str(error).splitlines()[0]}") from None
+        where = f", line {number}," if number else ""
+        raise InputError(f"{path}{where} is not JSON: {str(error).splitlines()[0]}") from None
     return record

@@ -116,14 +116,14 @@ class LongBench(RecordTask):
     def items_of(self, record: data.Record) -> Sequence[Item]:
         dataset = record["task" if "task" in record else "dataset"].removesuffix("_e")
         if dataset not in PARTS:
-            raise ValueError(f"unknown LongBench task {dataset!r}")
+            raise data.Misfit(f"unknown LongBench task {dataset!r}")
         if "prompt" in record:
             prompt = data.text(record["prompt"])
         else:
             prompt = PARTS[dataset].prompt.format(context=record["context"], input=record["input"])
         classes = data.texts(record.get("all_classes") or [])
         if PARTS[dataset].metric is metrics.classification and not classes:
-            raise KeyError("all_classes")
+            raise data.Misfit("no all_classes")
         item = Item("", prompt, data.texts(record["answers"]), classes, {"dataset": dataset})
         return [item] if not self.only or dataset in self.only else []
 

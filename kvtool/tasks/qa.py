@@ -120,7 +120,7 @@ def _of_dialogue(record: Record) -> Iterator[Item]:
             date = dialogue.get(f"session_{number}_date_time", "?")
             sessions.append("\n".join([f"Date: {date}", *lines]))
     if not sessions:
-        raise KeyError("session_1")
+        raise data.Misfit("no session_1")
     for question in record["qa"]:
         if "answer" in question:
             prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
@@ -132,7 +132,7 @@ def _of_dialogue(record: Record) -> Iterator[Item]:
 def _answers(value: object) -> list[str]:
     answers = [answer for answer in data.texts(value) if answer.strip()]
     if not answers:
-        raise ValueError("no answer")
+        raise data.Misfit("no answer")
     return answers
 
 

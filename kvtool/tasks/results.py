@@ -93,7 +93,8 @@ class TaskResults:
     def measure(self, task: Task, reader: Reader) -> Iterator[Record]:
         """Ask the items that have no record yet. Yield each record after it was written.
 
-        If an item does not fit, its record has an error and no scores. Raises KvtoolError.
+        If an item does not fit, its record has an error and no scores. Raises KvtoolError; if a record cannot
+        be written, NotStored is raised after this record was yielded.
         """
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
@@ -119,10 +120,16 @@ class TaskResults:
                     "archive_bytes": reader.engine.archive_bytes,
                     "seconds": time.monotonic() - started,
                 }
-            if self.path:
-                records.append(self.path, record)
+            not_stored = None
+            try:
+                if self.path:
+                    records.append(self.path, record)
+            except records.NotStored as error:
+                not_stored = error
             self._found[key] = record
             yield record
+            if not_stored:
+                raise not_stored
 
     def differences(self) -> tuple[Record, dict[str, Mean]] | None:
         """Compare with the first evaluation of the task in the file, over the items that both have answered.

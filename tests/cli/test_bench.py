@@ -257,6 +257,33 @@ def test_interrupted_run_prints_the_measured_rows(model, monkeypatch, number):
     ]
 
 
+def test_an_interrupt_before_the_first_row_prints_no_table(model, monkeypatch):
+    monkeypatch.setattr(bench.Bench, "_round", lambda *_: signal.raise_signal(signal.SIGINT))
+    done = run_kvtool("bench", "-m", model, "-t", 1, "--budget", 64, "--depths", 64, "--rounds", 1)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines()[-1] == "kvtool: stopped; 0 of 5 rows are measured"
+
+
+def test_without_a_measured_row_there_is_no_legend(whole):
+    records = [record for record in read(whole.stdout) if record["why"]]
+    out, header = io.StringIO(), {"model": records[0]["model"], "machine": records[0]["machine"]}
+    bench_table.show(Console(file=out, width=120), records, header, has_device=False)
+    assert "full, flash on        beyond the trained context" in out.getvalue()
+    assert "batches" not in out.getvalue()
+
+
+@pytest.mark.parametrize("n_bytes", [128 * 2**10, 256 * 2**10])
+def test_a_budget_in_bytes_bounds_the_caches_with_a_policy(model, n_bytes):
+    options = "-m", model, "-t", 1, "--budget", f"{n_bytes}B", "--depths", 512, "--rounds", 1
+    done = run_kvtool("bench", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["policy"]: row for row in read(done.stdout)}
+    for policy in ("recall", "h2o"):
+        assert 0 < rows[policy]["device_bytes"] <= n_bytes
+        # a batch has at most a quarter of the 256 or 512 cells that fit
+        assert rows[policy]["n_read"] == n_bytes // 2048
+
+
 def test_cpu_name_is_never_empty(monkeypatch):
     assert cpu_name()
     monkeypatch.setattr(Path, "is_file", lambda self: False)

@@ -6,10 +6,13 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +22,7 @@ from kvtool.cli.compare.command import _run
 from kvtool.cli.console import table_console
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import UsageError
-from kvtool.measure import grid
+from kvtool.measure import divergence, grid, records
 from kvtool.measure import run as one
 from kvtool.measure.grid import Run
 from kvtool.measure.results import ComparisonResults
@@ -155,7 +158,8 @@ def test_missing_kl_is_computed_once_full_has_succeeded(monkeypatch, outcomes, t
         return {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if reference else None}
 
     outcomes(outcome)
-    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **options: nullcontext())
+    model = SimpleNamespace(n_vocab=100)
+    monkeypatch.setattr("kvtool.config.model.loaded_model", lambda *_, **options: nullcontext(model))
     monkeypatch.setattr("kvtool.cli.compare.command._n_cell", lambda run, n_ctx: 64)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
     monkeypatch.setattr(grid, "identity", lambda common, run: {})
@@ -273,6 +277,69 @@ def test_records_are_written_to_a_file_and_printed_as_json(compare, tmp_path):
     assert json.loads(line) == record | dict.fromkeys(
         ("best_other", "nll_minus_best", "nll_minus_best_stderr", "nll_minus_best_margin")
     )
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_budget_in_bytes_gives_the_run_of_perplexity(model, folder, kind):
+    shared = (folder / "tide.txt", "-m", model, "-t", 1, "--max-tokens", 400, "--json", "--budget", "128KiB")
+    compared = run_kvtool("compare", *shared, "--policies", "recall,h2o,full", "--types", kind, "--combine")
+    runs = {run["policy"]: run for run in map(json.loads, compared.stdout.splitlines())}
+    for policy in ("recall", "h2o"):
+        options = ("--policy", policy, "-ctk", kind, "-ctv", kind)
+        alone = json.loads(run_kvtool("perplexity", *shared, *options).stdout)
+        seen = json.loads(run_kvtool("inspect", *shared, *options).stdout)
+        assert runs[policy]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-9)
+        for name in ("budget", "kv_bytes", "cells", "archived"):
+            assert runs[policy][name] == alone[name] == seen[name], name
+        assert alone["kv_bytes"] <= 128 * 2**10
+        assert alone["cells"] < 400
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of Unix")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_full_disk_does_not_lose_the_finished_runs(compare, whole, tmp_path, as_json):
+    out, lines = tmp_path / "out.jsonl", whole.read_bytes().splitlines(keepends=True)
+    limit = sum(map(len, lines[:2])) + 100, resource.RLIM_INFINITY
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit)
+    options = (*GRID, "--records", out, *["--json"] * as_json)
+    for again in ([], ["--resume"]):
+        done = compare(*options, *again, check=False, preexec_fn=full)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == f"kvtool: cannot write {out}: File too large"
+        assert [record["policy"] for record in records.read(out)] == ["full", "full"]
+        # the third run is finished
+        if as_json:
+            printed = [json.loads(line)["policy"] for line in done.stdout.splitlines()]
+            assert printed == ["full", "full", "h2o"]
+        else:
+            assert re.search(r"^h2o:window=20 +64 ", done.stdout, re.M)
+
+
+def test_without_room_for_the_reference_the_runs_have_no_divergence(model, folder, monkeypatch):
+    monkeypatch.setattr(divergence, "folder_with_room", lambda path, n, n_vocab: None)
+    # no other test has 102 tokens, so the reference does not exist yet
+    options = ("--max-tokens", 102, "--policies", "local", "--budgets", 64, "--json")
+    done = run_kvtool("compare", folder / "tide.txt", "-m", model, "-t", 1, *options)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["perplexity"] > 1
+    assert (record["kl"], record["top1"], record["nll_minus_full"]) == (None, None, None)
+    assert "logits has no room for the full cache's predictions, so KL, top-1 and " in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of Unix")
+def test_a_reference_that_cannot_be_written_is_named(compare):
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    # no other test has 103 tokens, so the reference does not exist yet
+    options = ("--max-tokens", 103, "--policies", "full,local", "--budgets", 64)
+    done = compare(*options, check=False, preexec_fn=full)
+    assert done.returncode == 1
+    assert re.search(r"full: failed: cannot write \S+/logits/\S+: File too large", done.stderr)
+
+
+def test_an_interrupt_before_the_first_result_names_no_file(tmp_path):
+    assert output.stopped(tmp_path / "out.jsonl", 0, 2, "runs") == "stopped; 0 of 2 runs are done"
+    assert "--records FILE" in output.stopped(None, 0, 2, "runs")
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,13 @@ def test_hidden_earlier_tokens_are_counted():
     assert "30 tokens: 20 held by every row, 0 by some, 10 forgotten" in out
 
 
+def test_a_single_token_is_not_plural():
+    out = rendered(["One"], [1])
+    assert "the whole stream of 1 token, left to right" in out
+    assert "1 token: 1 held by every row" in out
+    assert "the last 1 token; 1 earlier ones" in rendered(["One", " two"], [1, 1], last=1)
+
+
 def test_with_256_colours_tokens_are_shaded():
     colours = {"force_terminal": True, "color_system": "256"}
     out = rendered(["One", " and", " two", " or", " three", " gone"], SHARES, width=60, **colours)

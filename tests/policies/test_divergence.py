@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -232,6 +233,21 @@ def test_references_in_a_read_only_folder_are_read(monkeypatch, tmp_path):
     write(path)
     monkeypatch.setattr(os, "utime", fails)
     assert isinstance(write(path), divergence.ReferenceReader)
+
+
+def test_a_reference_goes_to_a_disk_that_has_room(monkeypatch, tmp_path):
+    path, spare, free = tmp_path / "cache" / "x.ref", tmp_path / "spare", {}
+    spare.mkdir()
+    monkeypatch.setattr(divergence, "gettempdir", lambda: str(spare))
+    monkeypatch.setattr(divergence.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    n_bytes = 10 * (8 + 4 + 100 * 8)
+    for own, other, folder in (
+        (n_bytes, 0, path.parent),
+        (n_bytes - 1, n_bytes, spare),
+        (0, n_bytes - 1, None),
+    ):
+        free.update({path.parent: own, spare: other})
+        assert divergence.folder_with_room(path, 10, 100) == folder
 
 
 def test_references_of_too_long_texts_do_not_fit(monkeypatch):

@@ -145,6 +145,22 @@ def test_without_a_writable_cache_folder_kernels_run_and_are_not_stored(tmp_path
     assert stored and all(cache in path.parents for path in stored) if writable else not stored
 
 
+@pytest.mark.skipif(os.name != "posix", reason="limits of Unix")
+@pytest.mark.parametrize("n_bytes", [0, 9])
+def test_on_a_full_disk_kernels_run_and_are_not_stored(tmp_path, n_bytes):
+    """A disk has room for n_bytes: for nothing, or for the first bytes of a file."""
+    double = '@kernel("i8(i8)")\ndef double(a):\n    return total(a, a)\n'
+    (tmp_path / "sums.py").write_text(f"{SUM}\n\n{double}")
+    code = (
+        f"import resource, sys; sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True; "
+        f"from sums import double; resource.setrlimit(resource.RLIMIT_FSIZE, ({n_bytes}, -1)); "
+        "print(double(4))"
+    )
+    done = fork_server.run_python("-c", code, env=os.environ | {"KVTOOL_CACHE": str(tmp_path / "cache")})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
+    assert not [*tmp_path.rglob("*.nb?")]
+
+
 def test_missing_or_damaged_library_provides_no_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(load, "LIBRARY", tmp_path / "kernels.so")
     monkeypatch.setattr(load, "_opened", load._opened.__wrapped__)

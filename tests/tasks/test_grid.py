@@ -103,6 +103,18 @@ def test_runs_with_two_names_are_reported(common):
     assert notes == [f"h2o:decay=1 128{same}; h2o 25%{same}; h2o:decay=1 25%{same}"]
 
 
+def test_budgets_that_hold_the_whole_text_are_reported(common):
+    notes, n = [], common.n_tokens
+    make(common, ["full", "h2o", "local"], ["64", str(n), "50%", "256KiB"], say=notes.append)
+    assert notes == [
+        f"nothing is evicted where the budget holds the text ({n} tokens): {n} ({n} tokens), "
+        "50% of the trained context (256 tokens), 256KiB (512 tokens)"
+    ]
+    make(common, ["full", "h2o"], [str(n - 1)], say=notes.append)
+    make(common, ["full", "corm"], [str(n)], say=notes.append)
+    assert len(notes) == 1
+
+
 def test_byte_budget_sets_cells_and_batch(common):
     (run,) = make(changed(common, n_batch=100), ["h2o"], ["128KiB"])
     assert (run.typed_budget, run.budget, run.options.n_batch) == ("128KiB", 256, 64)
@@ -157,6 +169,13 @@ def test_byte_budget_includes_recurrent_states(common):
             "f16",
             {},
             "--budget 256KiB: .* bytes would not bound it; give it in tokens",
+        ),
+        (
+            "recall:chunk=400",
+            "128KiB",
+            "f16",
+            {},
+            "^--budget 128KiB is too small: recall also fills cells in each step; give more bytes, or a",
         ),
         ("buzz:kept=true", "200", "f16", {}, "a budget of at most that, not 200, which takes 525"),
         ("h2o", "64", "q8_0", {"flash": "off"}, "flash attention"),

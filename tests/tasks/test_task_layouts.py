@@ -41,16 +41,18 @@ def test_lone_surrogate_is_read_as_a_question_mark(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"a": 1}\n{"a": ', "line 2 is not JSON"),
-        ("a.jsonl", b'{"a":' * 100_000, "line 1 is not JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ', "line 2, column 7, is not JSON: Expecting value$"),
+        ("a.jsonl", b'[{"a": 1},\n  x]', "line 2, column 3, is not JSON: Expecting value$"),
+        ("a.jsonl", b'{"a":' * 100_000, "line 1, is not JSON"),
         ("a.jsonl", b"[" * 100_000, "is not JSON"),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"caf\xe9", "not UTF-8"),
         ("a.jsonl.gz", b"no gzip", "not a complete gzip file"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "not a complete gzip file"),
-        ("a.jsonl", b'{"a": 1}\n', "record 1, has a layout that qa does not know"),
-        ("a.jsonl", b"[1, 2]", "record 1, has a layout"),
-        ("a.jsonl", b'{"question": "?", "answers": [], "ctxs": []}', "record 1, has a layout"),
+        ("a.jsonl", b'{"a": 1}\n', "record 1, has a layout that qa does not know .its fields are 'a'.; docs"),
+        ("a.jsonl", b"{}", "record 1, has a layout that qa does not know .it has no fields.; docs"),
+        ("a.jsonl", b"[1, 2]", "record 1, has a layout that qa does not know .it is not an object.; docs"),
+        ("a.jsonl", b'{"question": "?", "answers": [], "ctxs": []}', "does not know .no answer.; docs"),
         ("a.jsonl", b'{"question": 3, "answers": ["x"], "ctxs": []}', "expected a text, got 3"),
     ],
 )
@@ -59,6 +61,12 @@ def test_damaged_files_and_unknown_layouts_are_refused(tmp_path, name, content, 
     path.write_bytes(content)
     with pytest.raises(InputError, match=words):
         items("qa", path)
+
+
+def test_a_text_instead_of_a_list_is_one_right_answer(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "Which colour?", "answers": "green", "ctxs": []}')
+    assert [item.references for item in items("qa", path)] == [["green"]]
 
 
 def test_a_folder_and_a_missing_file_are_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -625,6 +626,28 @@ def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path, num
         assert process.wait(TIMEOUT_S) == 128 + number
     assert len(records.read(out)) == 1
     assert stderr == f"kvtool: stopped; 1 of 4 items are in {out}; --resume does the rest\n"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_full_disk_does_not_lose_the_finished_answers(tiny_model, tmp_path, monkeypatch, as_json):
+    out, append = tmp_path / "out.jsonl", records.append
+
+    def full(path, record):
+        if path.exists():
+            raise records.NotStored(f"cannot write {path}: No space left on device")
+        append(path, record)
+
+    monkeypatch.setattr(records, "append", full)
+    command = ["passkey", "-m", tiny_model(), *SMALL, "--records", out, *["--json"] * as_json]
+    done = run_kvtool("eval", *command)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"kvtool: cannot write {out}: No space left on device"
+    assert len(records.read(out)) == 1
+    if as_json:
+        *answers, summary = map(json.loads, done.stdout.splitlines())
+        assert len(answers) == summary["items"] == 2
+    else:
+        assert re.search("^found ", done.stdout, re.M)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")

@@ -406,11 +406,15 @@ def test_budget_share_leaves_room_for_the_reply_header(tiny_chat, tmp_path):
             assert len("[end][reply]") < record["budget_cells"] < 32
 
 
-def test_byte_budget_includes_the_batch(tiny_chat, tmp_path):
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [("h2o", []), ("recall", []), ("recall", ["-b", "16"]), ("recall", ["-o", "chunk=64"])],
+)
+def test_byte_budget_includes_the_batch_and_the_cells_of_recall(tiny_chat, tmp_path, policy, more):
     out = tmp_path / "out.jsonl"
-    # 256 KiB are 512 cells with f16 in two layers, with two heads of size 32. A batch takes some of these
-    # cells
-    evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--records", out)
+    # 256 KiB are 512 cells with f16 in two layers, with two heads of size 32. A batch, or the cells that
+    # recall fills in a step, take some of them
+    evaluate(tiny_chat, "qa", "--policy", policy, "--budget", "256KiB", "--records", out, *more)
     for record in records_of(out):
         assert record["kv_bytes"] <= 256 * 2**10
         assert 256 < record["budget_cells"] < 512
@@ -429,7 +433,7 @@ def test_passkey_prompt_beyond_the_context_is_not_cut(tiny_model, tmp_path):
     assert done.stdout.startswith("passkey, 1 item, ")
     (record,) = records_of(out)
     n = record["prompt_tokens"]
-    message = f"a prompt has {n} tokens, more than the trained context (320); it is read whole\n"
+    message = f"a prompt has {n} tokens, more than the trained context (320); it is not cut\n"
     assert done.stderr.count(message) == done.stderr.count("a prompt ") == 1
     assert not record["is_cut"]
     assert 500 < record["prompt_tokens"] <= 600

@@ -35,6 +35,12 @@ def full_after(n_bytes):
     return limited(resource.RLIMIT_FSIZE, n_bytes)
 
 
+def test_a_full_disk_cannot_be_written_to(tmp_path):
+    assert files.can_write(tmp_path / "new")
+    with full_after(0):
+        assert not files.can_write(tmp_path / "new")
+
+
 @pytest.mark.parametrize("old", [None, b"old"])
 def test_a_full_disk_leaves_the_old_file_or_none(tmp_path, old):
     path = tmp_path / "page.html"

@@ -21,7 +21,9 @@ from kvtool.system.cpu import default_threads
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
+    from kvtool.config.budget import Fitted
     from kvtool.models.header import ModelInfo
+    from kvtool.models.layers import Layers
 
 _POLICIES = "recall", "h2o"
 _MIN_DEPTH, _MAX_DEPTH = 32, 2**24
@@ -99,10 +101,11 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
 
     run = run.changed(threads=run.threads or default_threads())
     with loaded_model(run, path, guarded=True, say=say) as model, output.stopped_by_signals():
-        budgets = _budgets(run, info, model.layers)
+        fitted = _fitted(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
-        n_batch = run.n_batch or run.default_n_batch
-        configs = measure.cache_configs(budgets)
+        # read all rows in batches that fit into the budget, so that their speeds can be compared
+        n_batch = min(policy.n_batch for policy in fitted.values())
+        configs = measure.cache_configs({name: policy.n for name, policy in fitted.items()})
         rows = [measure.sized(config, depth, n_batch) for depth in depths for config in configs]
         settings = settings_of(archive.with_type(run, info), model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
@@ -112,20 +115,18 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
             for n_done, row in enumerate(benchmark.measure()):
                 step(n_done, f"depth {row.depth:,}: {row.config.name}")
         records = [about | row.record() for row in rows if row.write or row.why]
-        _print(records, about, as_json=as_json, has_device=has_device)
+        if records or not benchmark.stop:
+            _print(records, about, as_json=as_json, has_device=has_device)
         if benchmark.stop:
             raise output.Stopped(f"stopped; {len(records)} of {len(rows)} rows are measured")
 
 
-def _budgets(run: _BenchRun, info: ModelInfo, layers: Any) -> dict[str, int]:
-    """Return the budget of each policy, in cells. Raises UsageError."""
-    from kvtool.config import budget
+def _fitted(run: _BenchRun, info: ModelInfo, layers: Layers) -> dict[str, Fitted]:
+    """Fit each policy to the budget. Raises UsageError."""
+    from kvtool.config.budget import fit_run
 
-    budgets, n = {}, info.n_ctx_train
-    for name in _POLICIES:
-        spec = policies.spec(name)
-        budgets[name] = budget.fit(spec, run, budget.of_run(run, spec.kind, n, n), layers).n
-    return budgets
+    n = info.n_ctx_train
+    return {name: fit_run(policies.spec(name), run, layers, n, n, n) for name in _POLICIES}
 
 
 def _print(records: list[dict[str, Any]], about: dict[str, Any], *, as_json: bool, has_device: bool) -> None:

@@ -53,8 +53,10 @@ def show(console: Console, records: Sequence[Record], about: Record, *, has_devi
                 put(record["what"], measured[id(record)])
             else:
                 console.print(Text(f"{record['what']:{first}}  {record['why']}", "dim"))
+    if not measured:
+        return
     is_known = any(record["device_bytes"] is not None for record in records)
-    device = (DEVICE if is_known or not measured else STILL) if has_device else CACHE
+    device = (DEVICE if is_known else STILL) if has_device else CACHE
     parts = {
         "n_read": _range([record["n_read"] for record in records if _is_measured(record)]),
         "range": " (least-most)" if wide else "",

@@ -23,7 +23,6 @@ from kvtool.cli.texts import File, check_positions, first_tokens, source
 from kvtool.config.run import ScoreOptions
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options import CACHE, Options, Range, option, parts, tested
-from kvtool.system.files import can_write
 from kvtool.system.texts import TextSource, json_text
 from kvtool.units import CACHE_TYPES
 
@@ -67,7 +66,8 @@ class _Grid(Options):
     budgets: str = _listed(
         "--budgets, --budget BUDGETS",
         "128,256,512",
-        "Budgets, separated by commas: tokens per KV head (512), shares (10%) or bytes (64MiB).",
+        "Budgets, separated by commas: tokens per KV head (512), shares of the trained context (10%) or "
+        "bytes (64MiB).",
         read=tested(_check_budgets),
     )
     types: str = _listed(
@@ -176,9 +176,15 @@ def compare(
         results.add(records.read(path))
     say(why_not)
     full = None if why_not else of_runs.full_run(common, info.n_ctx_train, layers)
-    with output.stopped_by_signals():
-        has_full = _run(results, full, info.path, tokens, path)
-    _finish(results, info, path, args.plot, as_json=as_json, has_full=has_full)
+    try:
+        with output.stopped_by_signals():
+            has_full = _run(results, full, info.path, tokens, path)
+    except records.NotStored:
+        # a full disk does not lose the finished results
+        _show(results, info, args.plot, as_json=as_json)
+        raise
+    _show(results, info, args.plot, as_json=as_json)
+    _check_failed(results, path, has_full=has_full)
 
 
 def _read(info: ModelInfo, text: TextSource, max_tokens: int | None) -> tuple[np.ndarray, str, int, Layers]:
@@ -210,7 +216,7 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
     Also return why their results cannot be compared with `full`, or "" if they can.
     """
     from kvtool.measure import grid
-    from kvtool.measure.divergence import fits
+    from kvtool.measure.divergence import fits, folder_with_room
 
     n = common.n_tokens
     check_positions(common.options.positions, n, common.n_ctx)
@@ -223,6 +229,9 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
         return [name for name in names if policies.load(grid.split_policy(name)[0]).evicts], reason
     if not fits(n, n_vocab):
         return names, f"the full cache's predictions of {n:,} tokens take too much disk space, {without}"
+    reference = grid.reference(common)
+    if not (reference.exists() or folder_with_room(reference, n, n_vocab)):
+        return names, f"{reference.parent} has no room for the full cache's predictions, {without}"
     return names, ""
 
 
@@ -232,13 +241,14 @@ def _run(
     """Do the runs that have no result yet. When a run ends, add its record to `results` and to the file.
 
     Returns False if the run of `full` failed that writes the reference for the others. Raises output.Stopped
-    after Ctrl-C.
+    after Ctrl-C, and NotStored if a record cannot be appended to the file.
 
     full: run with the full f16 cache, or None if its predictions are not used. file: file of the model.
     path: file of the records.
     """
     from kvtool.config.model import loaded_model
     from kvtool.measure import grid, records
+    from kvtool.measure.divergence import folder_with_room
     from kvtool.measure.run import outcome
 
     missing, has_full = results.missing(kl=full is not None), True
@@ -282,12 +292,14 @@ def _run(
         return "error" not in record
 
     with ExitStack() as stack:
-        if first and reference and not can_write(reference.parent):
-            # the cache folder cannot be written: keep the file only until this command ends
-            folder = stack.enter_context(TemporaryDirectory(prefix="kvtool-"))
-            reference = Path(folder) / reference.name
         n_cell = max(_n_cell(run, common.n_ctx) for run in (*missing, first) if run)
         model = stack.enter_context(loaded_model(common.options, file, n_cell=n_cell, say=say))
+        if first and reference:
+            folder = folder_with_room(reference, common.n_tokens, model.n_vocab)
+            if folder != reference.parent:
+                # the cache folder has no room, or is read-only: keep the file until this command ends
+                folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvtool-", dir=folder)))
+                reference = folder / reference.name
         # stdout is for the result: a user's policy may also print
         stack.enter_context(redirect_stdout(sys.stderr))
         show = stack.enter_context(runs_progress(n_run, common.n_tokens - 1))
@@ -313,15 +325,8 @@ def _n_cell(run: Run, n_ctx: int) -> int:
     return n + residents.n_cells(resident, n_ctx) if resident and run.recalls else n
 
 
-def _finish(
-    results: ComparisonResults,
-    info: ModelInfo,
-    path: Path | None,
-    plot: Path | None,
-    *,
-    as_json: bool,
-    has_full: bool,
-) -> None:
+def _show(results: ComparisonResults, info: ModelInfo, plot: Path | None, *, as_json: bool) -> None:
+    """Print the records of the finished runs, and draw the picture `plot`."""
     rows = results.compared()
     text = results.common.what["text"]
     if as_json:
@@ -335,6 +340,10 @@ def _finish(
         from kvtool.cli.compare.plot import picture
 
         output.write(plot, output.png(picture(rows, text, info.path.stem)))
+
+
+def _check_failed(results: ComparisonResults, path: Path | None, *, has_full: bool) -> None:
+    """Raise KvtoolError if runs failed. has_full: False if the run of `full` for the others failed."""
     if failed := results.failed():
         again = "--resume tries them again" if path else "see above"
         raise KvtoolError(f"{len(failed)} of {len(results.grid)} runs failed; {again}")

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from kvtool import policies
 from kvtool.cli.compare.table import Line
+from kvtool.units import format_tokens
 
 
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
@@ -60,7 +61,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
         axes.yaxis.set_major_formatter("{x:g}")
     n_scored = next((record["n_scored"] for _, record in done), 0)
     axes.set(
-        title=f"{model}, {n_scored:,} tokens of {text}: lower is better",
+        title=f"{model}, {format_tokens(n_scored)} of {text}: lower is better",
         xlabel="MiB of keys and values: points in the budget's cells, thin lines up to what is allocated",
         ylabel="KL from the full cache, nats per token" if has_kl else "nll, nats per token",
     )

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvtool.cli.console import table
 from kvtool.measure.grid import Run
-from kvtool.units import format_bytes
+from kvtool.units import format_bytes, format_tokens
 
 Line = tuple[Run, dict[str, Any]]
 
@@ -54,7 +54,7 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
             rows.append([run.title, *(cells.get(name, "-") for name in names)])
     columns = [Column("policy", overflow="fold"), *(Column(name, no_wrap=True) for name in names)]
     n_scored = next((record["n_scored"] for _, record in lines if "n_scored" in record), 0)
-    console.print(Text(f"{model}, {n_scored:,} tokens of {text} scored\n"))
+    console.print(Text(f"{model}, {format_tokens(n_scored)} of {text} scored\n"))
     console.print(table(columns, rows, 1, padding=(0, 1, 0, 0)))
     console.print(Text(f"\n{LEGEND}", "dim"))
     console.print(Text(f"{MARKS.format(mark=mark or 'bold')}{RANGE * wide}", "dim"))

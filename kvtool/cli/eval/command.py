@@ -164,6 +164,7 @@ def evaluate(
     run, info, n_ctx = locate_model(run)
     _check_budget(spec, run, info, n_ctx)
 
+    from kvtool.measure.records import NotStored
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if args.chat is None else args.chat
@@ -191,7 +192,12 @@ def evaluate(
         }
         results = of_items.TaskResults(about, items, records_path, one_stream=chosen.one_stream)
 
-        _measure(chosen, results, reader, len(items), as_json=as_json)
+        try:
+            _measure(chosen, results, reader, len(items), as_json=as_json)
+        except NotStored:
+            # a full disk does not lose the finished results
+            _finish(chosen, results, as_json=as_json)
+            raise
     _finish(chosen, results, as_json=as_json)
 
 
@@ -251,7 +257,7 @@ def _policy_for(
         return lambda n, n_answer: spec.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx)), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
-        fitted = budget.fit(spec, run, sizes.parse(share, model.n_ctx_train), model.layers)
+        fitted = budget.fit_run(spec, run, model.layers, n_ctx, n_ctx, model.n_ctx_train)
         say(fitted.note)
         return lambda n, n_answer: fitted.policy, fitted.n_batch
     percent = sizes.percent(share)
@@ -318,7 +324,7 @@ def _too_long(reader: Reader, n: int) -> str | None:
     if reader.is_cut:
         return f"a prompt does not fit in {reader.n_prompt:,} tokens (--max-prompt): its middle is cut out"
     if n > n_most:
-        return f"a prompt has {n:,} tokens, more than the trained context ({n_most:,}); it is read whole"
+        return f"a prompt has {n:,} tokens, more than the trained context ({n_most:,}); it is not cut"
     return None
 
 

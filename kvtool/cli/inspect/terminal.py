@@ -20,6 +20,7 @@ from rich.text import Text
 
 from kvtool.cli.console import table
 from kvtool.measure.holdings import Holdings
+from kvtool.units import format_tokens
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """The largest share of each level from 1 to 6. Level 7 is for larger shares below 1.
@@ -61,17 +62,19 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     # leave the last column free, because some terminals begin a new line after it
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded, n_archived > 0), wrap=True)
-    _print(console, f"\nthe whole stream of {n:,} tokens, left to right:", wrap=True)
+    _print(console, f"\nthe whole stream of {format_tokens(n)}, left to right:", wrap=True)
     # print only the last line: without colours, `draw` returns two lines, and the first has only blanks
     _print(console, draw(_strip(share, archived, width))[-1])
-    heading = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
+    heading = "the text"
+    if n > last:
+        heading = f"the last {format_tokens(last)}; {n - last:,} earlier ones are not shown"
     _print(console, f"\n{heading}:\n", wrap=True)
     for line in lines(texts[-last:], levels[-last:], width):
         _print(console, *draw(line))
     n_all, n_none = int((share == 1).sum()), int((share == 0).sum())
     in_archive = f"{n_archived:,} archived, " if n_archived else ""
     held = f"{n_all:,} held by every row, {n - n_all - n_none:,} by some"
-    _print(console, f"\n{n:,} tokens: {held}, {in_archive}{n_none - n_archived:,} forgotten", wrap=True)
+    _print(console, f"\n{format_tokens(n)}: {held}, {in_archive}{n_none - n_archived:,} forgotten", wrap=True)
 
 
 def attended_record(held: Holdings) -> dict[str, Any] | None:

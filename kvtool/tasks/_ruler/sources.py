@@ -126,7 +126,7 @@ def _hotpotqa(record: data.Record) -> Question:
 
 def _some(answers: list[str]) -> list[str]:
     if not any(answer.strip() for answer in answers):
-        raise ValueError("no answer")
+        raise data.Misfit("no answer")
     return answers
 
 
