@@ -42,6 +42,8 @@ def check_writable(path: Path | None) -> None:
     """Raise UsageError if a file cannot be written. Call this before the work starts."""
     if path is None:
         return
+    if str(path) == "-":
+        raise UsageError("cannot write to -, because stdout has the result; name a file")
     real = path.expanduser()
     if real.is_dir() or not real.parent.is_dir():
         raise UsageError(f"cannot write {path}: it must be a file in an existing folder")
