@@ -111,7 +111,8 @@ def test_aliases_of_options_work_and_are_not_shown():
     # a key of the file applies to all commands, so no alias may be an option of any command
     own = {name for command in COMMANDS_OF.values() for param in command.params for name in param.opts}
     for words, command in COMMANDS_OF.items():
-        aliases = [alias for param in command.params for alias in param.aliases]
+        options = (param for param in command.params if param.param_type_name == "option")
+        aliases = [alias for param in options for alias in param.aliases]
         assert len(set(aliases) - own) == len(aliases), words
         for alias in aliases:
             assert not re.search(rf"(?<![\w-]){alias}(?![\w-])", shown_by(*words)), alias
