@@ -64,16 +64,16 @@ option = ["window=64"]       # -o, once for each
 [session.show]               # a command of two words
 json = true
 
-[models."smollm2-135m"]      # a model: what -m says, or its file's name without .gguf
+[models."smollm2-135m"]      # a model: what -m says, or its file's name, in quotes
 ctx-size = 4096
 
 [models."smollm2-135m".chat] # a model in one command
 temp = 0.5
 ```
 
-Environment variables set the same defaults: `KVTOOL_BUDGET=10%` for all commands, `KVTOOL_CHAT_BUDGET=10%`
-for one command. An empty variable has no effect. For options that can be repeated, such as `-o`, separate the
-values by spaces.
+Environment variables set the same defaults, under the same names: `KVTOOL_BUDGET=10%` for all commands,
+`KVTOOL_CHAT_BUDGET=10%` for one command. An empty variable has no effect. For options that can be repeated,
+such as `-o`, separate the values by spaces.
 
 A wrong value, and a key of the file that is not an option, end a command with exit code 2. A variable
 `KVTOOL_...` that belongs to no option is only reported, on stderr.

@@ -83,7 +83,7 @@ class Command(_Shared, TyperCommand):
 
     After the arguments are parsed, `ctx.obj` maps names of parameters to the settings that apply to them.
     Each parameter has two more attributes: `options` is the class that declares it as a field, or None, and
-    `aliases` are its `Option.aliases`.
+    `aliases` are its `Option.aliases`. An argument that is in place of -m has the alias -m.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +92,11 @@ class Command(_Shared, TyperCommand):
         params: list[Any] = self.params
         for param in params:
             param.options = classes.get(param.name)
-            param.aliases = declared(param.options)[param.name].aliases if param.options else ()
+            if param.options:
+                param.aliases = declared(param.options)[param.name].aliases
+            else:
+                is_argument = param.param_type_name == "argument"
+                param.aliases = ("-m",) if is_argument and param.name == "model" else ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = {}

@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from json import dumps
 from typing import Any
 
@@ -13,7 +14,7 @@ import typer
 from typer.main import get_command
 
 from kvtool.cli.declared import Json
-from kvtool.errors import KvtoolError, LibraryError
+from kvtool.errors import KvtoolError, LibraryError, UsageError
 from kvtool.system.files import can_write
 from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
 from kvtool.units import format_bytes
@@ -63,15 +64,19 @@ def examine() -> dict[str, Any]:
 
 def _settings(wrong: Callable[[str, str], None]) -> None:
     from kvtool.cli import app
-    from kvtool.cli.config import all_rows
+    from kvtool.cli.config import all_rows, report_unknown_models
 
     def mistake(error: KvtoolError) -> None:
-        # the message begins with the name of a wrong variable
-        name = re.match(r"\$\w+", str(error))
-        wrong(str(error), f"unset {name[0][1:]}" if name else '$EDITOR "$(kvtool config --path)"')
+        # the message begins with the name of a wrong variable, or says which variables have set an option
+        name = re.search(r"(?:^|is set by )\$(\w+)", str(error))
+        wrong(str(error), f"unset {name[1]}" if name else '$EDITOR "$(kvtool config --path)"')
 
-    for _ in all_rows(get_command(app), mistake):
+    root = get_command(app)
+    for _ in all_rows(root, mistake):
         pass
+    # the rows have reported a file that cannot be read
+    with suppress(UsageError):
+        report_unknown_models(root)
 
 
 def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:

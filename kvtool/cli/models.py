@@ -185,7 +185,7 @@ class _Memory(Options):
 @options
 def show(
     *,
-    name_or_path: Annotated[
+    model: Annotated[
         str | None,
         typer.Argument(
             metavar="[MODEL]",
@@ -208,7 +208,7 @@ def show(
 
     n_bytes = parse_bytes(memory.fit)
     n_device = None if memory.device is None else _device_bytes(memory.device)
-    path = locate(name_or_path)
+    path = locate(model)
     info = read(path)
     digest = sha256(path)
     layers, reason = _layers(info)

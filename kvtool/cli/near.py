@@ -115,13 +115,15 @@ def translated(context: Any, args: Sequence[str]) -> list[str]:
 def option_advice(name: str, command: Any) -> str:
     """Return advice about an unknown option, or "".
 
-    There is advice for -o in `compare`, and for the start of an argument such as "-5 + 3 = ?". name: the
-    unknown option. command: the command that refused it.
+    There is advice for -o in `compare`, for -f if the file is an argument, and for the start of an argument
+    such as "-5 + 3 = ?". name: the unknown option. command: the command that refused it.
     """
     if name in ("-o", "--option") and command.name == "compare":
         return "; write parameters after their policy, as in --policies h2o:window=64"
-    takes_text = any(param.param_type_name == "argument" for param in command.params)
-    if not (takes_text and name[1:2].isdigit()):
+    arguments = [param.name for param in command.params if param.param_type_name == "argument"]
+    if name in ("-f", "--file") and "file" in arguments:
+        return f"; name the file without {name}"
+    if not (arguments and name[1:2].isdigit()):
         return ""
     if command.name == "generate":
         return "; if a text begins with -, put -- before it, or use -p"

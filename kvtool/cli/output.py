@@ -45,6 +45,8 @@ def check_writable(path: Path | None) -> None:
     """Raise UsageError if a file cannot be written. Call this before the work starts."""
     if path is None:
         return
+    if str(path) == "-":
+        raise UsageError("cannot write to -, because stdout has the result; name a file")
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: it must be a file in an existing folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

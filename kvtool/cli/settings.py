@@ -50,21 +50,11 @@ _MODELS = "models"
 _MAX_WORDS = 4
 """Maximum number of parts of a table's name: "models", the model, and at most two words of a command."""
 
-_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "int": ("a whole number", (int,)),
-    "flo": ("a number", (int, float)),
-    "boo": ("true or false", (bool,)),
-}
-"""click's types: a description for messages, and the Python types that are accepted.
-
-The keys are the first three letters of the types' names, because some versions of click shorten the names.
-"""
-
 
 class Setting(NamedTuple):
     """A value of an option that comes from a variable or from the file.
 
-    value: the value in the form that the command's parser takes.
+    value: the text that the command's parser gets, or a tuple of texts for a repeatable option.
     source: where the value was set, for messages: a variable, or the file with table and key.
     """
 
@@ -86,6 +76,15 @@ class Table(NamedTuple):
     title: str
     is_own: bool
 
+    @property
+    def model(self) -> str | None:
+        """Name of the model whose table this is, without .gguf. None for tables of commands.
+
+        A table of a subcommand of `models` also has one, which is the subcommand.
+        """
+        is_in_models = self.words[:1] == (_MODELS,) and len(self.words) > 1
+        return self.words[1].removesuffix(".gguf") if is_in_models else None
+
 
 def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) -> dict[str, Setting]:
     """Return the settings that apply to a command, by parameter name. Raises UsageError.
@@ -96,12 +95,12 @@ def of_command(command: Any, words: Words, typed: Mapping[str, Any], root: Any) 
     options, shared = options_of(command), options_of(command, without=words)
     all_tables = list(tables())
     for table in all_tables:
-        if table.words[:1] == (_MODELS,) and table.words[2:] == words:
+        if table.model and table.words[2:] == words:
             check_takes_model(command, words, table)
     chosen = [table for table in all_tables if table.words == words[: len(table.words)]]
     layers = [_from_table(table, options if table.is_own else shared, root) for table in chosen]
     variables = [_from_variables(shared), _from_variables(options, words)]
-    if any(table.words[:1] == (_MODELS,) for table in all_tables) and any(p.name == "model" for p in options):
+    if any(table.model for table in all_tables) and any(p.name == "model" for p in options):
         names = [layer["model"].value for layer in [*layers, *variables] if "model" in layer]
         model = typed.get("model") or typed.get("model_name") or (names[-1] if names else None)
         of_model = _tables_of_model(all_tables, words, model)
@@ -148,9 +147,9 @@ def read() -> tuple[dict[str, Any], Path]:
 
 def default_model() -> str | None:
     """Return the model that a variable or the file sets for all commands, or None. Raises UsageError."""
-    data = read()[0]
-    name = os.environ.get(f"{VARIABLE}MODEL") or data.get("model") or data.get("m")
-    return str(name) if name else None
+    data, names = read()[0], [name.lstrip("-") for name in declared(RunOptions)["model"].flags]
+    values = [os.environ.get(VARIABLE + name.upper()) for name in names] + [data.get(name) for name in names]
+    return next((str(value) for value in values if value), None)
 
 
 def config_file() -> Path:
@@ -164,32 +163,39 @@ def config_file() -> Path:
 
 
 def options_of(command: Any, without: Words = ()) -> list[Any]:
-    """Return the options of a command that settings can change.
+    """Return the options of a command that settings can change, and an argument that is in place of -m.
 
     without: words of a command. The options that `OPTIONS_OF_ONE` lists for it are left out.
     """
-    options = [param for param in command.params if param.param_type_name == "option" and param.expose_value]
+    options = [
+        param
+        for param in command.params
+        if (param.param_type_name == "option" or param.name == "model") and param.expose_value
+    ]
     return [param for param in options if param.name not in OPTIONS_OF_ONE.get(without, ())]
+
+
+def names(param: Any) -> list[str]:
+    """Return all names of an option, without dashes. The first is the one that documents and messages use."""
+    return list(dict.fromkeys(name.lstrip("-") for name in (flag(param), *param.opts, *param.aliases)))
 
 
 def variables(param: Any, words: Iterable[str] = ()) -> list[str]:
     """Return the variables that set an option for the command `words`, or for all commands.
 
-    The first is the one that documents and messages use. The others have other long names of the option.
+    They are in the order of the option's `names`.
     """
-    others = [name for name in (*param.opts, *param.aliases) if name.startswith("--")]
-    names = dict.fromkeys([flag(param), *others])
-    return [VARIABLE + "_".join([*words, name.lstrip("-")]).replace("-", "_").upper() for name in names]
+    return [VARIABLE + "_".join([*words, name]).replace("-", "_").upper() for name in names(param)]
 
 
-def checked(param: Any, value: Any, source: str) -> Any:
-    """Convert a value from the file to the form that the parser takes. Raises UsageError for a wrong type."""
-    if param.multiple:
-        values = value if isinstance(value, list) else [value]
-        return tuple(_scalar("text", each, source) for each in values)
-    if getattr(param, "count", False):
-        return int(value) if isinstance(value, bool) else _scalar("int", value, source)
-    return _scalar(param.type.name.split()[0], value, source)
+def from_file(param: Any, value: Any, source: str) -> Setting:
+    """Return the setting that a value of the file is. Raises UsageError for a type that no option accepts.
+
+    The value becomes the text that a user would type, so the option itself reads and checks it.
+    """
+    is_list = param.multiple and isinstance(value, list)
+    texts = tuple(_typed(param, each, source) for each in (value if is_list else [value]))
+    return Setting(texts if param.multiple else texts[0], source)
 
 
 def check_takes_model(command: Any, words: Words, table: Table) -> None:
@@ -214,13 +220,16 @@ def tables(wrong: Wrong = refuse) -> Iterator[Table]:
 
 def _tables(words: Words, table: Mapping[str, Any], path: Path, wrong: Wrong) -> Iterator[Table]:
     """Yield a table and all tables inside this table. wrong: see `tables`."""
-    title = f"{path}: [{'.'.join(map(_quoted, words))}]" if words else f"{path}:"
+    title = f"{path}: {_header(words)}" if words else f"{path}:"
     is_in_group = not words or words[0] in GROUPS
     mistake = None
     if words and words[0] not in COMMANDS:
         mistake = f"{title} is not a command.{suggestion(words[0], COMMANDS)}"
     elif len(words) > _MAX_WORDS:
         mistake = f"{path}: a table's name has at most {_MAX_WORDS} parts, such as [models.NAME.chat]"
+    elif words[:1] == (_MODELS,) and len(words) == 3 and words[2] not in COMMANDS:
+        hint = suggestion(words[2], COMMANDS)
+        mistake = f"{title} is not a command{hint and '.'}{hint or _quote_advice(words, table)}"
     elif len(words) > 1 and not is_in_group:
         mistake = f"{title} is not a command; `kvtool {words[0]}` has no subcommands"
     if mistake:
@@ -243,17 +252,17 @@ def _tables(words: Words, table: Mapping[str, Any], path: Path, wrong: Wrong) ->
 def _tables_of_model(all_tables: list[Table], words: Words, model: str | None) -> Iterator[Table]:
     """Yield the tables of a model.
 
-    Tables with the name of the model's file (without its ending) come first. Tables with the model's name
-    follow. model: the value of -m that the user typed or set, or None for the default model.
+    Tables with the name of the model's file come first. Tables with the model's name follow. Both names may
+    have the ending .gguf. model: the value of -m that the user typed or set, or None for the default model.
     """
     from kvtool.models.catalogue import registry
 
     known = registry()
     model = model or next(iter(known))
-    stem = known[model].path.stem if model in known else Path(model).stem
-    for name in dict.fromkeys((stem, model)):
+    file = known[model].file if model in known else os.path.basename(model)
+    for name in dict.fromkeys((file.removesuffix(".gguf"), model.removesuffix(".gguf"))):
         for table in all_tables:
-            if table.words in ((_MODELS, name), (_MODELS, name, *words)):
+            if table.model == name and table.words[2:] in ((), words):
                 if "model" in table.values and len(table.words) == 2:
                     raise UsageError(f"{table.title} model: a model's table cannot name another model")
                 yield table
@@ -271,7 +280,7 @@ def _from_table(table: Table, params: list[Any], root: Any) -> dict[str, Setting
         options = named(key, params)
         source = f"{table.title} {key}"
         for param in options:
-            result[param.name] = Setting(checked(param, value, source), source)
+            result[param.name] = from_file(param, value, source)
         if not options and (table.is_own or not _is_known(key, root)):
             raise unknown(table, key, params if table.is_own else all_options(root))
     return result
@@ -306,8 +315,7 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
         *(name for param in own for each in ((), words) for name in variables(param, each)),
     }
     ours = {name for name, text in os.environ.items() if name.startswith(VARIABLE) and text}
-    names = sorted(ours - known)
-    if not names:
+    if not ours - known:
         return
     right = {
         name: first
@@ -319,7 +327,7 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
     }
     # compare names without the prefix, because all variables have the same prefix
     meant = {name.removeprefix(VARIABLE): first for name, first in right.items()}
-    for name in names:
+    for name in sorted(ours - known):
         if name not in right:
             hint = suggestion(name.removeprefix(VARIABLE), meant, meant)
             yield f"${name} does not belong to an option.{hint}"
@@ -327,7 +335,7 @@ def unknown_variables(command: Any, words: Words, root: Any) -> Iterator[str]:
 
 def named(key: str, params: Iterable[Any]) -> list[Any]:
     """Return the options that a key of the file sets. key: an option's name without the leading dashes."""
-    return [param for param in params if key.replace("_", "-") in _keys((*param.opts, *param.aliases))]
+    return [param for param in params if key.replace("_", "-") in names(param)]
 
 
 def check_set_once(table: Table, params: Iterable[Any]) -> None:
@@ -340,12 +348,8 @@ def check_set_once(table: Table, params: Iterable[Any]) -> None:
 
 def unknown(table: Table, key: str, params: Iterable[Any]) -> UsageError:
     """Return the error for a key that is not an option. params: the options that the table may contain."""
-    keys = sorted({each for param in params for each in _keys(param.opts)})
-    return UsageError(f"{table.title} {key} is not an option.{suggestion(key, keys)}")
-
-
-def _keys(flags: Iterable[str]) -> list[str]:
-    return [flag.lstrip("-") for flag in flags]
+    meant = {name: names(param)[0] for param in params for name in names(param)}
+    return UsageError(f"{table.title} {key} is not an option.{suggestion(key, sorted(meant), meant)}")
 
 
 def _is_known(key: str, root: Any) -> bool:
@@ -369,17 +373,33 @@ def all_commands(group: Any, words: Words = ()) -> Iterator[tuple[Words, Any]]:
             yield (*words, name), command
 
 
-def _scalar(kind: str, value: Any, source: str) -> Any:
-    words, right = _KINDS.get(kind[:3], ("a text", (str, int, float)))
-    # also test for bool, because in Python True is an int
-    if not isinstance(value, right) or isinstance(value, bool) != (bool in right):
-        shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        raise UsageError(f"{source} must be {words}, got {shown}")
-    if kind[:3] in _KINDS:
-        return value
-    # return a text, so that budget = 512 and budget = "512" mean the same
-    return str(value)
+def _typed(param: Any, value: Any, source: str) -> str:
+    """Return a value of the file as the user would type it. Raises UsageError."""
+    is_path, is_switch = param.type.name == "path", isinstance(value, bool)
+    has_choices = param.options and declared(param.options)[param.name].choices
+    if is_switch and (is_path or param.type.name in ("str", "text") and not has_choices):
+        raise UsageError(f"{source} must be a text, got {str(value).lower()}")
+    if not isinstance(value, (str, int, float)):
+        raise UsageError(f"{source} must be one value, got {value!r}")
+    text = str(value).lower() if is_switch else str(value)
+    if is_switch and getattr(param, "count", False):
+        text = str(int(value))
+    return text
 
 
-def _quoted(name: str) -> str:
-    return name if name.replace("-", "").replace("_", "").isalnum() else f'"{name}"'
+def _header(words: Words) -> str:
+    """Return the line with which a table of the file begins."""
+    names = (name if name.replace("-", "").replace("_", "").isalnum() else f'"{name}"' for name in words)
+    return f"[{'.'.join(names)}]"
+
+
+def _quote_advice(words: Words, table: Mapping[str, Any]) -> str:
+    """Return the advice to quote a model's name. Without quotes, TOML reads a name with dots as many tables.
+
+    words, table: the first table that is not a command. The rest of the name is from the tables inside it.
+    """
+    while inner := next(((name, value) for name, value in table.items() if isinstance(value, dict)), None):
+        words, table = (*words, inner[0]), inner[1]
+    command = words[-1:] if words[-1] in COMMANDS else ()
+    name = ".".join(words[1 : len(words) - len(command)])
+    return f"; if this is a model's name, quote it: {_header((_MODELS, name, *command))}"

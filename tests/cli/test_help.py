@@ -111,7 +111,8 @@ def test_aliases_of_options_work_and_are_not_shown():
     # a key of the file applies to all commands, so no alias may be an option of any command
     options = {name for command in COMMANDS_OF.values() for param in command.params for name in param.opts}
     for words, command in COMMANDS_OF.items():
-        aliases = [alias for param in command.params for alias in param.aliases]
+        declared = (param for param in command.params if param.param_type_name == "option")
+        aliases = [alias for param in declared for alias in param.aliases]
         assert len(set(aliases) - options) == len(aliases), words
         for alias in aliases:
             assert not re.search(rf"(?<![\w-]){alias}(?![\w-])", shown_by(*words)), alias
@@ -173,6 +174,9 @@ def test_command_groups_do_not_list_completion_options():
             ["compare", "-o", "window=8"],
             "no such option: -o; write parameters after their policy, as in --policies h2o:window=64; ",
         ),
+        (["perplexity", "-f", "x"], "no such option: -f; name the file without -f; `kvtool perplexity -h` "),
+        (["compare", "--file=x"], "no such option: --file; name the file without --file; "),
+        (["chat", "-f", "x"], "no such option: -f; `kvtool chat -h` "),
         (["chat", "--temperatur", "1"], "no such option: --temperatur; `kvtool chat -h` "),
         (["models", "pull"], "MODEL is missing; `kvtool models pull -h` lists its options"),
         (["inspect", "--snapshots", "0"], "--snapshots must be in 1..255, got 0\n"),

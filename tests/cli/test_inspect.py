@@ -377,6 +377,7 @@ def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path):
             "cannot write /nowhere/x.html: it must be a file in an existing folder",
         ),
         (["x", "--html", "/"], 2, "cannot write /"),
+        (["x", "--html", "-"], 2, "cannot write to -, because stdout has the result; name a file"),
     ],
 )
 def test_bad_input_gets_one_line(arguments, code, words):

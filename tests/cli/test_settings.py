@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 from kvtool import policies
-from kvtool.cli import app, settings
+from kvtool.cli import app, config, settings
 from kvtool.errors import InputError, UsageError
 from kvtool.system.texts import check_file
 from tests.cli.in_process_command import assert_one_line
@@ -62,20 +62,21 @@ def test_eval_ignores_general_sampling_settings(file, monkeypatch):
     file("temp = 0.9\nthreads = 3\n[models.other]\nseed = 4\n")
     monkeypatch.setenv("KVTOOL_SEED", "5")
     assert effective("eval", "-m", "other") == {"threads": 3}
-    assert effective("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": "5"}
+    assert effective("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": 5}
     file("temp = 0.9\n[eval]\ntemp = 0.5\n[models.other.eval]\nseed = 4\n")
     assert effective("eval", "-m", "other") == {"temp": 0.5, "seed": 4}
     monkeypatch.setenv("KVTOOL_EVAL_SEED", "6")
-    assert effective("eval") == {"temp": 0.5, "seed": "6"}
+    assert effective("eval") == {"temp": 0.5, "seed": 6}
 
 
 def effective(words, *arguments):
-    """Return the settings that apply to a command with these arguments. Keys are names of parameters."""
+    """Return the values of the settings that apply to a command with these arguments, by parameter name."""
     command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
     typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
     applied = settings.of_command(command, tuple(words.split()), typed, ROOT)
-    return {name: setting.value for name, setting in applied.items()}
+    params = {param.name: param for param in command.params}
+    return {name: config.converted(params[name], setting) for name, setting in applied.items()}
 
 
 def test_command_uses_the_top_level_and_its_own_table(file):
@@ -94,7 +95,7 @@ def test_command_uses_the_top_level_and_its_own_table(file):
 
 def test_keys_that_policies_once_had_are_ignored(file, monkeypatch):
     file('budget = "10%"\n[policies]\nbudget = 3\nevict_every = 8\noption = ["stride=4"]\njson = true')
-    monkeypatch.setenv("KVTOOL_OPTION", "decay=1")
+    monkeypatch.setenv("KVTOOL_OPTION", "sinks=1")
     assert effective("policies") == {"as_json": True}
     (buzz,) = json.loads(kvtool("policies", "buzz").stdout)
     assert buzz["params"]["stride"] == policies.params(policies.load("buzz"))["stride"]
@@ -140,26 +141,75 @@ def test_model_table_overrides_command_table(file):
     assert effective("chat")["temp"] == 0.75
 
 
-def test_model_table_may_be_named_after_the_model_file(file):
+@pytest.mark.parametrize("ending", ["", ".gguf"])
+def test_model_table_may_be_named_after_the_model_file(file, ending):
     from kvtool.models.catalogue import registry
 
-    file(f'[models."{registry()["smollm2-135m"].path.stem}"]\ntemp = 0.0625')
+    file(f'[models."{registry()["smollm2-135m"].path.stem}{ending}"]\ntemp = 0.0625')
     assert effective("chat", "-m", "smollm2-135m")["temp"] == 0.0625
+    assert effective("chat", "-m", f"/somewhere/{registry()['smollm2-135m'].file}")["temp"] == 0.0625
+
+
+@pytest.mark.parametrize(
+    ("table", "quoted"),
+    [
+        ("qwen2.5-coder-0.5b", '"qwen2.5-coder-0.5b"'),
+        ("qwen2.5-coder-0.5b.chat", '"qwen2.5-coder-0.5b".chat'),
+        ("SmolLM2-135M.Q4_1", '"SmolLM2-135M.Q4_1"'),
+        ("a.1.2.3.4.5", '"a.1.2.3.4.5"'),
+    ],
+)
+def test_model_name_with_dots_has_to_be_quoted(file, table, quoted):
+    for values in ("ctx-size = 4096", ""):
+        path = file(f"[models.{table}]\n{values}")
+        for command in (("perplexity", path), ("config",), ("config", "perplexity"), ("models", "list")):
+            assert_one_line(
+                kvtool(*command),
+                2,
+                f"is not a command; if this is a model's name, quote it: [models.{quoted}]\n",
+            )
+        assert problems(f"{path}: [models.") == ['$EDITOR "$(kvtool config --path)"']
+    file(f"[models.{quoted}]\ntemp = 0.5")
+    assert kvtool("config").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("smollm2-135", " Did you mean smollm2-135m or "),
+        ("foo", ""),
+        ("foo.gguf", ""),
+        ("smollm2-135m", None),
+        ("hf:owner/name", None),
+        ("list", None),
+    ],
+)
+def test_config_and_doctor_report_tables_of_unknown_models(file, name, hint):
+    path = file(f'[models."{name}"]\njson = true\n')
+    done, report = kvtool("config", "--json"), kvtool("doctor", "--json").stderr
+    assert (done.returncode, done.stderr) == (0, report)
+    if hint is None:
+        assert not report
+        return
+    shown = name if name.isidentifier() or "." not in name else f'"{name}"'
+    line = f"kvtool: {path}: [models.{shown}] is for no model known here, only for a file "
+    assert report.startswith(f"{line}{name.removesuffix('.gguf')}.gguf.{hint}")
+    assert report.count("\n") == 1
 
 
 def test_variables_override_the_file_and_command_variables_override_both(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_TEMP", "0.9")
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "3")
     assert (effective("chat")["temp"], effective("generate")["temp"], effective("chat")["seed"]) == (
-        "0.9",
-        "0.9",
-        "3",
+        0.9,
+        0.9,
+        3,
     )
     monkeypatch.setenv("KVTOOL_CHAT_TEMP", "0.1")
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "")
     assert (effective("chat")["temp"], effective("generate")["temp"], effective("chat")["seed"]) == (
-        "0.1",
-        "0.9",
+        0.1,
+        0.9,
         1,
     )
 
@@ -169,13 +219,23 @@ def test_aliases_set_options_in_the_file_and_in_variables(file, monkeypatch):
     assert effective("chat") == {"n": 7, "temp": 0.5, "gpu_layers": 3}
     monkeypatch.setenv("KVTOOL_NUM_PREDICT", "8")
     monkeypatch.setenv("KVTOOL_CHAT_N_PREDICT", "9")
-    assert (effective("generate")["n"], effective("chat")["n"]) == ("8", "9")
+    assert (effective("generate")["n"], effective("chat")["n"]) == (8, 9)
     # the variable with the option's own name has priority
     monkeypatch.setenv("KVTOOL_PREDICT", "10")
-    assert effective("generate")["n"] == "10"
+    assert effective("generate")["n"] == 10
     file("temp = 0.25\ntemperature = 0.5")
     with pytest.raises(UsageError, match="temp and temperature set the same option"):
         effective("chat")
+
+
+def test_short_names_set_options_in_the_file_and_in_variables(file, monkeypatch):
+    file("t = 2\nfa = 'on'\n[generate]\nc = 100")
+    assert effective("generate") == {"threads": 2, "flash": "on", "n_ctx": 100}
+    file("")
+    for name, value in {"T": "3", "FA": "off", "GENERATE_C": "200", "GENERATE_N": "4", "CTK": "q8_0"}.items():
+        monkeypatch.setenv(f"KVTOOL_{name}", value)
+    assert effective("generate") == {"threads": 3, "flash": "off", "n_ctx": 200, "n": 4, "type_k": "q8_0"}
+    assert not kvtool("config").stderr
 
 
 def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypatch):
@@ -234,10 +294,12 @@ def test_config_keys_of_other_commands_import_none_of_them(file):
         ("[chta]\ntemp = 1", "[chta] is not a command. Did you mean chat"),
         ("[chat.more]\ntemp = 1", "[chat.more] is not a command"),
         ('temp = "hot"', "config.toml: temp must be a number, got 'hot'"),
-        ("[chat]\nseed = 1.5", "[chat] seed must be a whole number, got 1.5"),
-        ("seed = true", "seed must be a whole number, got true"),
+        ("temprature = 0.5", "config.toml: temprature is not an option. Did you mean temp?"),
+        ("[chat]\nseed = 1.5", "[chat] seed must be a whole number, got '1.5'"),
+        ("seed = true", "seed must be a whole number, got 'true'"),
+        ("seed = [1]", "seed must be one value, got [1]"),
         ("policy = true", "policy must be a text, got true"),
-        ("explain = 1", "explain must be true or false, got 1"),
+        ("explain = 2", "explain: '2' is not a valid boolean. Recognized values: 0, 1, "),
         ("[chat]\nn = 0", "[chat] n must be at least 1, or -1 for no limit, got 0"),
         ("batch-size = 0", "config.toml: batch-size must be at least 1, got 0"),
         ("[chat]\nn = 5\npredict = 6", "[chat] n and predict set the same option; remove one of them"),
@@ -247,7 +309,8 @@ def test_config_keys_of_other_commands_import_none_of_them(file):
         ("budget = ", "config.toml is not TOML: "),
         pytest.param(f"budget = {'9' * 5000}", "config.toml has a number of too many digits", id="digits"),
         pytest.param(f"budget = {'[' * 3000}", "or too many nested brackets", id="brackets"),
-        pytest.param(f"[models{'.a' * 3000}]", "a table's name has at most 4 parts", id="table"),
+        ("[models.x.session.show.more]", "a table's name has at most 4 parts"),
+        pytest.param(f"[models{'.a' * 3000}]", "[models.a.a] is not a command; ", id="table"),
     ],
 )
 def test_wrong_key_or_value_gets_one_line_with_file_and_key(file, text, words):
@@ -279,7 +342,7 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
 @pytest.mark.parametrize(
     ("table", "command"),
     [
-        ("models.x.models.show", "models show"),
+        ("models.x.models.list", "models list"),
         ("models.x.policies", "policies"),
         ("models.x.doctor", "doctor"),
     ],
@@ -324,6 +387,85 @@ def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, 
         assert_one_line(kvtool(*command), 3, f"{line}\n")
 
 
+def test_values_have_the_same_types_from_the_file_and_from_variables(file, monkeypatch):
+    def values(*words):
+        rows = json.loads(kvtool("config", *words, "--json").stdout)["settings"]
+        return {row["option"]: row["value"] for row in rows if row["source"] != "default"}
+
+    same = {
+        **{"--policy": "h2o", "--budget": "512", "--option": ["window=64", "sinks=2"], "--json": True},
+        **{"--threads": 2, "--temp": 0.5, "--gpu-layers": "auto", "--verbose": 1},
+    }
+    file(
+        'policy = "h2o"\nbudget = 512\noption = ["window=64", "sinks=2"]\njson = true\nthreads = 2\n'
+        'temp = 0.5\ngpu-layers = "auto"\nverbose = true'
+    )
+    assert values() == values("generate") == same
+    file("")
+    texts = {"option": "window=64 sinks=2", "json": "yes", "threads": "2", "temp": "0.5", "verbose": "1"}
+    for name, text in {"policy": "h2o", "budget": "512", "gpu_layers": "auto", **texts}.items():
+        monkeypatch.setenv(f"KVTOOL_{name.upper()}", text)
+    assert values() == values("generate") == same
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("flash-attn = true", "flash-attn must be on, off or auto, got 'true'"),
+        ("stop-loops = false", "stop-loops must be on or off, got 'false'"),
+        ("think = true", "think must be one of on, off, minimal, low, medium, high, xhigh, max, got 'true'"),
+    ],
+)
+def test_value_of_the_file_is_refused_with_the_words_that_the_option_accepts(file, text, words):
+    path = file(text)
+    assert_one_line(kvtool("config"), 2, f"{path}: {words}")
+    assert_one_line(kvtool("chat", "-m", "nope"), 2, f"--{words} (--{text.split()[0]} is set by {path}: ")
+
+
+def test_settings_that_no_policy_can_run_with_are_refused(file, monkeypatch):
+    edit = ['$EDITOR "$(kvtool config --path)"']
+
+    def refused(line, remedies):
+        for command in (("config",), ("config", "chat"), ("config", "perplexity")):
+            assert_one_line(kvtool(*command), 2, line)
+        assert problems(line) == remedies
+
+    path = file('option = ["window"]')
+    refused(f"-o takes name=value, got 'window' (--option is set by {path}: option)", edit)
+    path = file('policy = "h2o"\noption = ["foo=1"]')
+    refused("h2o: there is no parameter 'foo' (-o); its parameters: window, ", edit)
+    path = file('policy = "h2o"\nbudget = 1\n')
+    line = "a budget of 1 is too small for h2o; use at least 2 "
+    refused(f"{line}(--policy is set by {path}: policy; --budget is set by {path}: budget)", edit)
+    # a table of a model is checked as well
+    file('[models."smollm2-135m"]\npolicy = "h2o"\n[models."smollm2-135m".chat]\nbudget = 1')
+    assert_one_line(kvtool("config"), 2, line)
+    file("")
+    monkeypatch.setenv("KVTOOL_OPTION", "window")
+    refused("-o takes name=value, got 'window' (--option is set by $KVTOOL_OPTION)", ["unset KVTOOL_OPTION"])
+    monkeypatch.delenv("KVTOOL_OPTION")
+    monkeypatch.setenv("KVTOOL_BUDGET", "0")
+    refused("a budget of 0 is too small for recall; use at least ", ["unset KVTOOL_BUDGET"])
+    # a size in bytes or a share depends on the model, and `full` takes no budget
+    for budget in ("1KiB", "0.001%"):
+        monkeypatch.setenv("KVTOOL_BUDGET", budget)
+        assert kvtool("config").returncode == 0
+    monkeypatch.setenv("KVTOOL_BUDGET", "0")
+    monkeypatch.setenv("KVTOOL_POLICY", "full")
+    assert kvtool("config").returncode == 0
+
+
+def test_models_show_uses_the_model_of_a_setting(file, monkeypatch):
+    for text in ('model = "nope"', 'm = "nope"', '[models.show]\nmodel = "nope"'):
+        path = file(text)
+        assert_one_line(kvtool("models", "show"), 3, "unknown model 'nope' (and no such file). See")
+        (row,) = json.loads(kvtool("config", "models", "show", "--json").stdout)["settings"][:1]
+        assert (row["option"], row["value"], row["source"].startswith(f"{path}: ")) == ("model", "nope", True)
+    monkeypatch.setenv("KVTOOL_M", "other")
+    assert_one_line(kvtool("models", "show"), 3, "unknown model 'other'")
+    assert_one_line(kvtool("models", "show", "typed"), 3, "unknown model 'typed'")
+
+
 def test_config_file_named_by_the_variable_must_exist(file, monkeypatch, tmp_path):
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "none.toml"))
     with pytest.raises(UsageError, match="does not exist"):
@@ -348,9 +490,9 @@ def test_config_shows_each_setting_and_its_source(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_MODEL", "hf:a/other")
     done = kvtool("config", "--json")
     rows = json.loads(done.stdout)["settings"]
-    assert {"command": "all", "option": "--budget", "value": 512, "source": f"{path}: budget"} in rows
+    assert {"command": "all", "option": "--budget", "value": "512", "source": f"{path}: budget"} in rows
     assert {"command": "all", "option": "--model", "value": "hf:a/other", "source": "$KVTOOL_MODEL"} in rows
-    assert {"command": "chat", "option": "--seed", "value": "3", "source": "$KVTOOL_CHAT_SEED"} in rows
+    assert {"command": "chat", "option": "--seed", "value": 3, "source": "$KVTOOL_CHAT_SEED"} in rows
     assert [row["value"] for row in rows if row["command"] == "models smollm2-135m generate"] == [0.125]
     assert done.stderr.startswith(
         "kvtool: $KVTOOL_BUDGTE does not belong to an option. Did you mean KVTOOL_BUDGET "
@@ -366,6 +508,7 @@ def test_config_shows_each_setting_and_its_source(file, monkeypatch):
     ],
 )
 def test_every_command_reports_unknown_variables(file, monkeypatch, name, instead):
+    file("")
     monkeypatch.setenv(name, "4")
     # These two variables cause no message, because they belong to options: --json of the commands below, and
     # --port of `serve`.
@@ -509,7 +652,7 @@ def test_pipe_is_not_read_while_options_are_checked(tmp_path):
 
 
 def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeypatch):
-    for text, words in (("budget =", " is not TOML"), ("[doctor]\njson = 5", ": [doctor] json must be")):
+    for text, words in (("budget =", " is not TOML"), ("[doctor]\njson = 5", ": [doctor] json: '5' is not")):
         path = file(text)
         assert_one_line(kvtool("config"), 2, f"{path}{words}")
         done = kvtool("config", "--path")
@@ -532,7 +675,7 @@ def problems(words):
         for problem in json.loads(done.stdout)["problems"]
         if re.search("config|KVTOOL_", problem["wrong"])
     ]
-    assert all(problem["wrong"].startswith(words) for problem in problems)
+    assert all(words in problem["wrong"] for problem in problems)
     assert not problems or done.returncode == 1
     return [problem["command"] for problem in problems]
 
