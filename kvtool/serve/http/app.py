@@ -158,7 +158,7 @@ def make(site: Site) -> Starlette:
     if site.log:
         middleware.insert(0, Middleware(AccessLog, say=site.log))
     no_route = partial(_no_route, site, {each.path for each in routes})
-    handlers = {404: no_route, 405: no_route, Exception: _internal_error}
+    handlers: dict[Any, Any] = {404: no_route, 405: no_route, Exception: _internal_error}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     # do not redirect, because a redirect would lead to any host that the client has named
     app.router.redirect_slashes = False
