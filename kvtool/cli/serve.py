@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -124,6 +125,9 @@ def serve(
     typed_run: ChatOptions,
 ) -> None:
     """Serve the OpenAI and Anthropic APIs, from caches that never fill."""
+    # until the server handles signals, let SIGTERM and SIGHUP print a line, as Ctrl-C does
+    for number in interrupt.not_ignored():
+        signal.signal(number, lambda number, _: interrupt.end_by(number))
     run = of_model(typed_run, model_name)
 
     # import this first: if llama.cpp and a package are both missing, report llama.cpp

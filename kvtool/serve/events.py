@@ -1,7 +1,7 @@
 """Events of the answer to a request. A slot emits them, and HTTP sends the client what they say.
 
 The first events are any number of Reading, then one Read, then any number of Piece. The last event is End, or
-Failed if the request has failed. Times are in seconds.
+Failed if the request has failed. Times are in seconds. `read_s` and `write_s` leave out waiting for turns.
 """
 
 from __future__ import annotations

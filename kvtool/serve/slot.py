@@ -72,6 +72,8 @@ class Slot:
         self._batcher = batcher
         # number of prompt tokens of the request that is being answered
         self._n_request = 0
+        # seconds for which this request has waited while other requests computed
+        self._waited_s = 0.0
         self._resumer: Resumer | None = None
         if renderings:
             self._renderings = renderings
@@ -184,7 +186,7 @@ class Slot:
         self, job: Job, request: ChatRequest, resumer: Resumer, tools: list[dict[str, Any]], history: History
     ) -> PromptRead | None:
         """Read the part of a chat that is not cached. Return None if reading was stopped."""
-        started, conversation = time.perf_counter(), resumer.conversation
+        started, conversation = self._clock(), resumer.conversation
         tokens = resumer.begin(request.messages, tools, history, reuses=request.reuses)
         conversation.hold_header()
         n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
@@ -206,7 +208,11 @@ class Slot:
         """Return the numbers about a prompt that has been read. before: its counts before reading."""
         # while reading, the engine may have read cached tokens again
         n_cached = max(before["n_cached"] - self.writer.n_reread, 0)
-        return {**before, "n_cached": n_cached, "read_s": time.perf_counter() - started}
+        return {**before, "n_cached": n_cached, "read_s": self._clock() - started}
+
+    def _clock(self) -> float:
+        """Return the time in seconds. This clock stands still while other requests compute."""
+        return time.perf_counter() - self._waited_s
 
     def _chats_resumer(self) -> Resumer:
         if not self._resumer:
@@ -217,7 +223,7 @@ class Slot:
     def _text(self, job: Job, request: TextRequest) -> None:
         rules, self._remarks = request.output_format.rules() if request.output_format else (None, [])
         self._start(job, request, rules=rules)
-        started = time.perf_counter()
+        started = self._clock()
         if self._resumer:
             self._resumer.forget_chat()
         tokens = text_prompts.tokens_of(self.model, request.prompt)
@@ -273,7 +279,7 @@ class Slot:
 
     def _write(self, job: Job, request: Request, pieces: Pieces, reply: Reply) -> Written:
         """Write the reply, and emit an event for each piece."""
-        started, is_cut = time.perf_counter(), False
+        started, is_cut = self._clock(), False
         before = self.writer.n_drafted, self.writer.n_accepted
         try:
             with self._batcher.writing(self.engine), closing(pieces):
@@ -299,7 +305,7 @@ class Slot:
             "stopped_by": self.writer.stopped_by,
             "n_written": self.writer.n_written,
             "n_thought": reply.n_thought,
-            "write_s": time.perf_counter() - started,
+            "write_s": self._clock() - started,
             "n_drafted": self.writer.n_drafted - before[0],
             "n_accepted": self.writer.n_accepted - before[1],
         }
@@ -323,7 +329,7 @@ class Slot:
             where = request.output_format.where if request.output_format and rules else None
             raise ApiError(f"{where}: {error}", param=where) if where else of_usage(error) from None
         n_top, self._logprobs, self._offsets = request.logprobs, [], Offsets()
-        began = time.perf_counter()
+        began, self._waited_s = time.perf_counter(), 0.0
 
         def stop_if_cancelled() -> None:
             if job.is_cancelled:
@@ -337,7 +343,9 @@ class Slot:
         def while_reading(n_read: int, n_all: int) -> None:
             stop_if_cancelled()
             if not self.writer.stop:
+                asked = time.perf_counter()
                 self._batcher.step(self.engine, n_all - n_read if n_all > 1 else 0)
+                self._waited_s += time.perf_counter() - asked
                 stop_if_cancelled()
             if n_all > 1:
                 seconds, n_past = time.perf_counter() - began, self.engine.n_past

@@ -10,6 +10,7 @@ from subprocess import CompletedProcess
 from typer.testing import CliRunner
 
 from kvtool import cli
+from kvtool.system import interrupt
 
 RECALL_LINE = (
     r"text that leaves the cache is kept in host memory and still used: up to [0-9.]+ .iB "
@@ -53,9 +54,10 @@ def run_kvtool(*arguments, stdin="", cwd=".", env=None):
     Errors are reported as in a real process.
     """
     words = [*map(str, arguments)]
-    old_folder, interrupt = os.getcwd(), signal.getsignal(signal.SIGINT)
+    numbers = {signal.SIGINT, signal.SIGTERM, *interrupt.not_ignored()}
+    old_folder, handlers = os.getcwd(), {number: signal.getsignal(number) for number in numbers}
     # a command that does not handle SIGTERM must not end the tests
-    terminate = signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     os.chdir(cwd)
     try:
         done = CliRunner().invoke(
@@ -63,6 +65,6 @@ def run_kvtool(*arguments, stdin="", cwd=".", env=None):
         )
     finally:
         os.chdir(old_folder)
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, terminate)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return CompletedProcess(words, done.exit_code, done.stdout, done.stderr)

@@ -19,6 +19,7 @@ from kvtool.serve.queue import JobQueue
 from tests.blocking_policy import TIMEOUT_S
 
 _MODEL = SimpleNamespace(n_ctx_train=64, n_vocab=8)
+_ENGINE = SimpleNamespace(n_ctx=48)
 
 
 class InProcessServer:
@@ -87,7 +88,8 @@ def send(
     site: further fields of `Site`.
     """
     waiting = JobQueue(n_waiting)
-    pool = SimpleNamespace(slots=[SimpleNamespace(count=count, model=model)]) if is_loaded else None
+    slot = SimpleNamespace(count=count, model=model, engine=_ENGINE)
+    pool = SimpleNamespace(slots=[slot]) if is_loaded else None
     asgi_app = app.make(Site("m", "h2o", waiting, pool=pool, **site))
 
     async def get_answer():

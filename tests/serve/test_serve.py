@@ -177,7 +177,7 @@ def test_models_props_tokenize_and_metrics_answer(server, client):
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
         # the error message does not repeat control characters
         assert "no such address: /no [2J; " in http.get("/no%1b[2J").json()["error"]["message"]
-        assert "; chats go to /v1/" in http.post("/chat/completions", json={}).json()["error"]["message"]
+        assert http.post("/chat/completions", json={}).status_code == 404
         assert http.get("/v1/chat/completions").status_code == 405
         # DNS rebinding: an attacker's host name resolves to this machine
         for host in ("evil.example", "localhost.evil.example", "[bad"):

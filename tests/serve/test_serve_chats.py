@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 import sys
+import threading
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, StoredChat, lock_folder
 from kvtool.system.files import locked
+from tests.blocking_policy import TIMEOUT_S
 from tests.serve import http_requests
 from tests.serve.http_requests import message, request
 from tests.serve.subprocess_server import start_server
@@ -286,16 +288,43 @@ def test_chats_of_other_models_count_towards_the_limit(tmp_path):
 
 def test_server_removes_folders_of_killed_servers(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
-    old, alive, young = (tmp_path / f"serve-{name}" for name in ("old", "alive", "young"))
-    for folder in (old, alive, young):
+    killed, alive = tmp_path / "serve-killed", tmp_path / "serve-alive"
+    for folder in (killed, alive):
         folder.mkdir()
         (folder / "0123456789abcdef.kv").write_bytes(b"\0")
     with locked(alive / session.LOCK):
-        for folder in (old, alive):
-            os.utime(folder, (0, 0))
         with lock_folder(None) as current:
             assert current.parent == tmp_path
-            assert (old.exists(), alive.exists(), young.exists()) == (False, True, True)
+            assert (killed.exists(), alive.exists()) == (False, True)
+        assert list(tmp_path.iterdir()) == [alive]
+
+
+def test_server_does_not_remove_the_folder_of_a_server_that_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    folders = []
+
+    def start():
+        with lock_folder(None) as folder:
+            folders.append((folder, folder.exists()))
+
+    second = threading.Thread(target=start)
+
+    def locked_late(path, **how):
+        """Before the first server locks its folder, start a second server."""
+        if path.parent != tmp_path and not second.ident:
+            second.start()
+            # the second server waits; without the wait, it would end here
+            second.join(0.5)
+            assert path.parent.exists()
+        return locked(path, **how)
+
+    monkeypatch.setattr("kvtool.serve.store.chats.locked", locked_late)
+    with lock_folder(None) as first:
+        second.join(TIMEOUT_S)
+        assert first.exists()
+        ((other, was_there),) = folders
+        assert was_there
+        assert other != first
 
 
 def test_two_servers_cannot_use_one_folder(tmp_path):

@@ -174,6 +174,21 @@ def test_full_disk_lets_chats_continue_and_reports_them_as_unsaved(model, tmp_pa
             assert is_all(policy, ask(server.url, [*messages, message("user", "Why?")]).n_cached, n)
 
 
+def test_clients_that_take_all_file_descriptors_cause_one_line_and_a_pause(chat_model):
+    with start_server(chat_model, "--budget", "64") as server:
+        where = urlsplit(server.url)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, 64))
+        with ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection((where.hostname, where.port)))
+            line = server.process.stderr.readline()
+            assert line == "too many open files: new connections wait; raise the limit (ulimit -n)\n"
+        assert reply_to(server.url, [message("user", "Hello.")])
+        code, stderr = server.stop()
+        # on a very slow machine, the line may be repeated
+        assert (code, stderr.replace(line, "")) == (130, "kvtool: stopped\n")
+
+
 def _limit_files(process, n_byte):
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (n_byte, resource.RLIM_INFINITY))
 
@@ -248,6 +263,35 @@ def test_nohup_keeps_the_server_running_after_sighup(chat_model):
         server.process.send_signal(signal.SIGHUP)
         assert reply_to(server.url, [message("user", "Hello.")])
         assert server.stop() == (130, "kvtool: stopped\n")
+
+
+LOCATING = """
+import os
+import signal
+from kvtool.__main__ import main
+from kvtool.cli import serve
+
+serve.locate_model = lambda *_: os.kill(os.getpid(), signal.{name})
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM), ("SIGHUP", -signal.SIGHUP)]
+)
+def test_signal_before_the_model_is_loaded_ends_the_server_with_a_line(chat_model, name, code):
+    command = [
+        sys.executable,
+        "-c",
+        LOCATING.format(name=name),
+        "serve",
+        "-m",
+        str(chat_model),
+        "--port",
+        "0",
+    ]
+    done = fork_server.run(command)
+    assert (done.returncode, done.stderr) == (code, "kvtool: stopped\n")
 
 
 EARLY = """

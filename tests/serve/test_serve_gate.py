@@ -131,6 +131,61 @@ def test_wrong_method_gets_405_with_the_allowed_methods():
     assert "allow" not in send("/nowhere").headers
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/api/v1/models", "/v1/models"),
+        ("/v1/health", "/health"),
+        ("/props/", "/props"),
+    ],
+)
+def test_error_of_an_unknown_address_names_a_similar_address(path, near):
+    answer = send(path, "POST")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"no such address: {path}; did you mean {near}?"
+
+
+def test_error_of_metrics_names_the_option():
+    message = send("/metrics").json()["error"]["message"]
+    assert message == "no such address: /metrics; start the server with --metrics"
+    assert "# HELP kvtool_" in send("/metrics", has_metrics=True, is_loaded=False).text
+    for path in ("/x/", "/v1/", "/v1/metric", "/v1/models{name:path}"):
+        assert "; chats go to /v1/chat/completions, " in send(path).json()["error"]["message"]
+
+
+def test_each_answer_with_an_error_is_counted():
+    counts = Counts()
+    for path, method, how, status in (
+        ("/nowhere", "GET", {}, 404),
+        ("/health", "POST", {}, 405),
+        ("/health", "GET", {"is_loaded": False}, 503),
+        ("/props", "GET", {"is_loaded": False}, 503),
+        ("/v1/models", "GET", {"limits": Limits(("key",))}, 401),
+        ("/v1/models", "GET", {"headers": {"Origin": OBSIDIAN}}, 403),
+        ("/tokenize", "POST", {"content": b"{"}, 400),
+        ("/tokenize", "POST", {"content": b'{"content": "a"}'}, 500),
+    ):
+        before = counts.refused
+        assert send(path, method, counts=counts, **how).status_code == status
+        assert counts.refused == before + 1, path
+    assert send("/health", counts=counts).status_code == 200
+    assert counts.refused == before + 1
+
+
+def test_error_of_a_missing_key_names_the_scheme():
+    answer = send("/v1/models", limits=Limits(("key",)))
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_model_has_the_context_length_in_the_field_that_anthropic_has_for_it():
+    assert send("/v1/models/m").json()["max_input_tokens"] == 48
+    assert send("/v1/models").json()["data"][0]["max_input_tokens"] == 48
+    assert "max_input_tokens" not in send("/v1/models/m", is_loaded=False).json()
+
+
 def test_each_answer_has_a_request_id():
     for method, path, status in (
         ("GET", "/v1/models", 200),
@@ -237,6 +292,20 @@ def test_without_a_key_other_host_names_are_refused(value, is_local, accepted, r
     assert send("/v1/models", headers={"Host": "evil.example"}, limits=Limits()).status_code == 200
 
 
+def test_health_and_clients_that_send_no_host_need_no_known_name():
+    limits = Limits(names=gate.own_names("127.0.0.1", is_local=True))
+    foreign = {"Host": "kvtool.internal:8080"}
+    for path, headers, status in (
+        ("/health", foreign, 200),
+        ("/v1/models", foreign, 403),
+        ("/", foreign, 403),
+        ("/health", {"Host": ""}, 200),
+        ("/v1/models", {"Host": ""}, 200),
+        ("/v1/models", {"Host": "", "Origin": "http://evil.example"}, 403),
+    ):
+        assert send(path, headers=headers, limits=limits).status_code == status, (path, headers)
+
+
 def test_serve_limits_host_names_unless_it_has_a_key(chat_model, monkeypatch, tmp_path):
     def names(*options):
         """Return the host names that `kvtool serve` allows with these options."""
@@ -302,6 +371,10 @@ def test_each_request_is_one_line_in_the_log():
     )
     refused_line = rf"{when} GET /v1/models 401 \d+ ms: the API key is wrong or missing"
     assert re.fullmatch(refused_line, last("/v1/models", limits=Limits(("key",))))
+    failed_line = (
+        rf"{when} POST /tokenize 500 \d+ ms: kvtool has failed \(AttributeError\); its log says more"
+    )
+    assert re.fullmatch(failed_line, last("/tokenize", "POST", content=b'{"content": "a"}'))
     asks = {"Origin": OBSIDIAN, "Access-Control-Request-Method": "POST"}
     assert re.fullmatch(
         rf"{when} OPTIONS /v1/models 403 \d+ ms: pages of {OBSIDIAN} are refused; .*",

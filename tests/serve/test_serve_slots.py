@@ -8,6 +8,7 @@ import re
 import threading
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
@@ -17,8 +18,9 @@ from kvtool.chats.prompt import template_of
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
+from kvtool.llama.cache.context import Context
 from kvtool.llama.loaded.model import Model
-from kvtool.serve import batching, pool, rendering
+from kvtool.serve import batching, pool, rendering, slot
 from kvtool.serve.api import requests
 from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import Defaults
@@ -437,6 +439,29 @@ def running(url):
     """Return the number of requests that are being answered."""
     metrics = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text
     return int(re.search(r"^kvtool_requests_running (\d+)", metrics, re.MULTILINE)[1])
+
+
+def test_times_of_an_answer_leave_out_the_turns_of_other_requests(talker, tmp_path, monkeypatch, one_step):
+    ticks, decode = [], Context.decode
+
+    def tick(context, tokens, *values):
+        # a step of one token may be joint: it takes no time here
+        if len(tokens) > 1:
+            ticks.append(1)
+        return decode(context, tokens, *values)
+
+    # a clock that shows the number of steps that have read a prompt
+    monkeypatch.setattr(slot, "time", SimpleNamespace(perf_counter=lambda: len(ticks)))
+    monkeypatch.setattr(Context, "decode", tick)
+    with served(talker, "full", tmp_path) as server:
+        waits = iter([server.wait_for_another])
+        first = server.put(question(0, 10), 4, lambda kind: next(waits, bool)())
+        second = server.put(question(1, 10), 4)
+        ends = [first.last, second.last]
+    assert min(end["read_s"] for end in ends) > 2
+    # no step belongs to two requests
+    assert sum(end["read_s"] for end in ends) == len(ticks)
+    assert [end["write_s"] for end in ends] == [0, 0]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])

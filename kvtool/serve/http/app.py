@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +41,7 @@ _T = TypeVar("_T")
 Handler = Callable[["Site", HttpRequest], Awaitable[Response]]
 
 _HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
@@ -111,7 +112,9 @@ def make(site: Site) -> Starlette:
         async def endpoint(request: HttpRequest) -> Response:
             request.state.id = f"req_{secrets.token_hex(12)}"
             try:
-                gate.check_host(site.limits, request)
+                # /health has no secret, and programs that check whether a server is alive use any host name
+                if handler is not _health:
+                    gate.check_host(site.limits, request)
                 if not is_open:
                     gate.check_key(site.limits, request)
                 if method == "POST":
@@ -120,11 +123,13 @@ def make(site: Site) -> Starlette:
                 answer.headers.update(_ids(request.state.id))
                 return answer
             except ApiError as error:
-                site.counts.refused += 1
-                return _failed(request, error)
+                return _failed(site, request, error)
             except ClientDisconnect:
                 site.counts.abandoned += 1
                 return Response(status_code=499)
+            except Exception as error:  # noqa: BLE001
+                # handle a bug here, so that the log and the metrics show its answer
+                return _failed(site, request, internal_error(error))
 
         return Route(path, endpoint, methods=[method])
 
@@ -152,7 +157,8 @@ def make(site: Site) -> Starlette:
     middleware = [gate.cors(site.limits)]
     if site.log:
         middleware.insert(0, Middleware(AccessLog, say=site.log))
-    handlers = {404: _no_route, 405: _no_route, Exception: _internal_error}
+    no_route = partial(_no_route, site, {each.path for each in routes})
+    handlers: dict[Any, Any] = {404: no_route, 405: no_route, Exception: _internal_error}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     # do not redirect, because a redirect would lead to any host that the client has named
     app.router.redirect_slashes = False
@@ -333,7 +339,11 @@ async def _model(site: Site, http: HttpRequest) -> Response:
 
 
 def _model_body(site: Site) -> Body:
-    meta = {"meta": _model_meta(site.pool.slots[0].model)} if site.pool else {}
+    meta: Body = {}
+    if site.pool:
+        slot = site.pool.slots[0]
+        # Anthropic's clients read max_input_tokens
+        meta = {"max_input_tokens": slot.engine.n_ctx, "meta": _model_meta(slot.model)}
     created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(site.created))
     openai = {"id": site.model, "object": "model", "created": site.created, "owned_by": "kvtool"}
     anthropic = {"type": "model", "display_name": site.model, "created_at": created_at}
@@ -378,7 +388,7 @@ async def _metrics(site: Site, http: HttpRequest) -> Response:
 
 
 async def _health(site: Site, http: HttpRequest) -> Response:
-    return JSONResponse({"status": "ok"}) if site.pool else _failed(http, _loading())
+    return JSONResponse({"status": "ok"}) if site.pool else _failed(site, http, _loading())
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
@@ -461,8 +471,9 @@ async def _gone(http: HttpRequest) -> None:
         pass
 
 
-def _failed(http: HttpRequest, error: ApiError) -> Response:
-    """Return the error response of the API that the client uses."""
+def _failed(site: Site, http: HttpRequest, error: ApiError) -> Response:
+    """Count an error, and return the error response of the API that the client uses."""
+    site.counts.refused += 1
     # store the error for the log
     http.state.error = error
     id = getattr(http.state, "id", "") or f"req_{secrets.token_hex(12)}"
@@ -478,17 +489,28 @@ def _ids(id: str) -> dict[str, str]:
 
 
 async def _internal_error(http: HttpRequest, error: Exception) -> Response:
-    return _failed(http, internal_error(error))
+    """Print a bug that occurs while an answer is sent."""
+    return JSONResponse(internal_error(error).body, 500)
 
 
-async def _no_route(http: HttpRequest, error: Any) -> Response:
+async def _no_route(site: Site, paths: Collection[str], http: HttpRequest, error: Any) -> Response:
+    """Return the error response for an unknown address, or for a wrong method. paths: the known addresses."""
     path = shown(http.url.path)
     if error.status_code == 405:
         fault, code = f"{shown(http.method)} is not for this address: {path}", "method_not_allowed"
     else:
-        chats = "/v1/chat/completions, /v1/responses or /v1/messages, texts to /v1/completions"
-        fault, code = f"no such address: {path}; chats go to {chats}", "not_found"
-    answer = _failed(http, ApiError(fault, status=error.status_code, code=code))
+        fault, code = f"no such address: {path}; {_hint(http.url.path, paths)}", "not_found"
+    answer = _failed(site, http, ApiError(fault, status=error.status_code, code=code))
     # add starlette's headers, which list the allowed methods
     answer.headers.update(error.headers or {})
     return answer
+
+
+def _hint(path: str, paths: Collection[str]) -> str:
+    """Return advice for an unknown address. Often /v1 is missing or repeated, or it ends with a slash."""
+    name = path.rstrip("/").rpartition("/v1/")[2].lstrip("/")
+    if near := next((each for each in (f"/v1/{name}", f"/{name}") if name and each in paths), None):
+        return f"did you mean {near}?"
+    if name == "metrics":
+        return "start the server with --metrics"
+    return "chats go to /v1/chat/completions, /v1/responses or /v1/messages, texts to /v1/completions"

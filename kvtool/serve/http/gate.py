@@ -117,14 +117,15 @@ def check_host(limits: Limits, http: Request) -> None:
     answer.
 
     Also raise ApiError if the host name in the request is not in `names`: a web page can let its own host
-    name resolve to this machine's address (DNS rebinding). An IP address cannot be used in this way.
+    name resolve to this machine's address (DNS rebinding). An IP address cannot be used in this way. A
+    request without a host (HTTP/1.0) is not from a browser.
     """
     host = http.headers.get("host", "")
     origin = http.headers.get("origin")
     is_own = origin in (f"http://{host}", f"https://{host}")
     if origin and not limits.keys and not (is_own or limits.allows(origin)):
         raise _wrong_origin(origin)
-    if limits.names is None:
+    if limits.names is None or not host:
         return
     try:
         name = urlsplit(f"//{host}").hostname or ""

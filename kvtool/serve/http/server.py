@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from math import inf
 from typing import Any
 
 import h11
@@ -20,6 +23,12 @@ from kvtool.system import interrupt
 
 _HEADERS = 64 * 2**10
 """Maximum number of bytes of a request's headers."""
+
+_BACKLOG = 2048
+"""Maximum number of connections that wait until they are accepted."""
+
+_REPEAT_S = 60
+"""The line about too many open files is printed at most once in this number of seconds."""
 
 _GRACE_S = 1
 """Maximum seconds to wait for HTTP when the server stops. The maximum for the engine is the same."""
@@ -51,6 +60,8 @@ def serve(
         lifespan="off",
         server_header=False,
         h11_max_incomplete_event_size=_HEADERS,
+        # when no file descriptor is free, asyncio calls accept this many times, and each call fails
+        backlog=1,
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config, site)
@@ -96,6 +107,23 @@ class _Server(uvicorn.Server):
         self._site = site
         # for each connection that waits for its client: the time at which it began to wait
         self._stalled: dict[Any, float] = {}
+        self._full_at = -inf
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._note_full)
+        await super().startup(sockets)
+        for each in sockets or ():
+            # `backlog` has also set the length of the queue in the operating system
+            each.listen(_BACKLOG)
+
+    def _note_full(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say that no file descriptor is free for a connection. asyncio tries again after a second."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._full_at > _REPEAT_S:
+            self._full_at = time.monotonic()
+            self._site.say("too many open files: new connections wait; raise the limit (ulimit -n)")
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:

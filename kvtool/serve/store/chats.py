@@ -15,7 +15,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -37,9 +37,6 @@ _PREFIX = "serve-"
 """The name of a server's temporary folder begins with this."""
 
 _TOKEN_BYTES = np.dtype(np.int32).itemsize
-
-_YOUNG_S = 60.0
-"""A server needs less than this many seconds to lock its temporary folder."""
 
 _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:((?:\.kvtool)?\.part)|\.archive(\.next)?)")
 
@@ -321,13 +318,16 @@ def lock_folder(folder: Path | None) -> Iterator[Path]:
     """
     if folder is None:
         spare = spare_folder()
-        if spare:
-            _remove_left(spare)
-        with (
-            tempfile.TemporaryDirectory(prefix=_PREFIX, dir=spare) as path,
-            locked(Path(path) / LOCK, wait=False),
-        ):
-            yield Path(path)
+        with ExitStack() as stack:
+            # only one server at a time is here, so none removes the new folder of another before it is locked
+            with locked(spare / f"serve{LOCK}") if spare else nullcontext():
+                if spare:
+                    _remove_left(spare)
+                # at the end, a server that starts may remove the folder at the same time
+                new = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=spare, ignore_cleanup_errors=True)
+                path = Path(stack.enter_context(new))
+                stack.enter_context(locked(path / LOCK, wait=False))
+            yield path
         return
     try:
         # other users must not read chats
@@ -346,9 +346,7 @@ def lock_folder(folder: Path | None) -> Iterator[Path]:
 
 
 def _remove_left(cache: Path) -> None:
-    """Remove the temporary folders of killed servers: those that are not locked, except young ones."""
+    """Remove the temporary folders of killed servers, which are not locked."""
     for folder in cache.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _YOUNG_S:
-                with locked(folder / LOCK, wait=False):
-                    shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError), locked(folder / LOCK, wait=False):
+            shutil.rmtree(folder, ignore_errors=True)
