@@ -43,10 +43,14 @@ def transcript(messages: list[Message]) -> str:
     return "".join("\n".join(lines(message)) + "\n\n" for message in messages)
 
 
-def _reply(text: str, template: Template, splitter: Splitter) -> Message:
-    """Return a reply as a message. Its thought gets a separate field if the template reads such a field."""
+def _reply(text: str, template: Template, splitter: Splitter, opening: str) -> Message:
+    """Return a reply as a message. Its thought gets a separate field if the template reads such a field.
+
+    opening: text with which the reply header opens a thought. "" if it opens none.
+    """
     if not (template.takes_thoughts or template.tags.plain):
-        return {"role": "assistant", "content": text}
+        # a later change of the effort changes the reply header: the message itself needs both tags
+        return {"role": "assistant", "content": opening + text if text else ""}
     thought, answer = apart(text, splitter)
     more = {"reasoning_content": thought} if thought and template.takes_thoughts else {}
     return {"role": "assistant", "content": answer, **more}
@@ -55,8 +59,7 @@ def _reply(text: str, template: Template, splitter: Splitter) -> Message:
 def _with_own_thought(message: Message) -> Message:
     """Return a message with its thought in a separate field, also if its own template reads no such field."""
     text = message["content"]
-    # if the reply header opened the thought, the text has only the thought's end
-    splitter = Splitter(THINK, is_open=THINK.end in text and THINK.start not in text)
+    splitter = Splitter.of_earlier(THINK, text)
     thought, answer = apart(text, splitter)
     is_thoughtful = message["role"] == "assistant" and splitter.had_thought
     return {**message, "content": answer, "reasoning_content": thought} if is_thoughtful else message
@@ -361,8 +364,8 @@ class Conversation:
         try:
             yield from self.write(n_max, may_change=template.drops_thoughts or header.n_left_out > 0)
         finally:
-            splitter = self.splitter()
-            before, reply = self.messages, _reply("".join(self._written), template, splitter)
+            splitter, text = self.splitter(), "".join(self._written)
+            before, reply = self.messages, _reply(text, template, splitter, self.opening)
             self.messages = [*before, reply]
             stays = splitter.had_thought and not template.drops_thoughts
             self.finish_reply(None if stays else header.lead_of(template, before, reply))
@@ -425,8 +428,19 @@ class Conversation:
 
         If a client gave the reply's beginning, feed this beginning to the splitter first.
         """
-        is_open = self.template.opens_thought and self._has_header and not self.header.begun
-        return Splitter(self.template.tags, is_open=is_open)
+        return Splitter(self.template.tags, is_open=bool(self.opening))
+
+    @property
+    def opening(self) -> str:
+        """Text with which the header of the next reply opens a thought. "" if it opens none."""
+        return self.template.opening if self._has_header and not self.header.begun else ""
+
+    def splitter_of(self, content: str) -> Splitter:
+        """Return a splitter that divides the content of an earlier reply into thought and answer."""
+        template, tags = self.template, self.template.tags
+        # `_reply` has removed the thought from the content, or the model writes no thoughts
+        is_answer = template.takes_thoughts or tags.plain or not template.has_thoughts
+        return Splitter(tags) if is_answer else Splitter.of_earlier(tags, content)
 
     @delayed
     def _read_again(self, before: TurnEnd, lead: str, answer: str) -> None:

@@ -97,6 +97,14 @@ class Splitter:
             pass
         return splitter
 
+    @classmethod
+    def of_earlier(cls, tags: Tags, content: str) -> Splitter:
+        """Return a splitter for the content of an earlier reply.
+
+        Earlier versions of kvtool saved only the end tag of a thought that the reply header opened.
+        """
+        return cls(tags, is_open=tags.end in content and tags.start not in content)
+
     def feed(self, piece: str) -> Iterator[tuple[bool, str]]:
         """Yield (is_thought, text). Text that may begin a tag is held back until the next piece."""
         text, self._held = self._held + piece, ""

@@ -16,12 +16,12 @@ from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.output import stopped_by_signals
 from kvtool.cli.progress import line_progress
 from kvtool.cli.texts import check_length
-from kvtool.cli.writing import end_note, open_writer, with_thinking
+from kvtool.cli.writing import HideThinking, ReplyText, end_note, is_constrained, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
-from kvtool.options import OUTPUT, Options, Range, option, redeclared, tested_each
+from kvtool.options import OUTPUT, Options, Range, option, redeclared, repeated, tested_each
 from kvtool.system import interrupt
 from kvtool.system.texts import check_file, is_stdin, json_text, read_stdin, read_text, utf8
 from kvtool.units import format_tokens
@@ -42,7 +42,9 @@ class _AnswerOptions(GenerationOptions):
 
 @dataclass(frozen=True)
 class _PromptOptions(Options):
-    prompt: str | None = option("-p, --prompt", None, "The prompt, given as an option.")
+    prompt: tuple[str, ...] = option(
+        "-p, --prompt TEXT", (), "The prompt, given as an option.", default_text=False, read=repeated
+    )
     file: tuple[str, ...] = option(
         "-f, --file FILE",
         (),
@@ -63,7 +65,7 @@ class _TemplateOptions(SystemOptions):
 
 
 @dataclass(frozen=True)
-class _OutputOptions(Options):
+class _OutputOptions(HideThinking):
     logprobs: int | None = option(
         "--logprobs N",
         None,
@@ -90,8 +92,8 @@ def generate(
     output: _OutputOptions,
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
-    of_template = {"think", "think_budget", "system", "system_file", "chat_template"}
-    of_template &= generation.typed | template.typed | run.typed
+    of_template = {"think", "think_budget", "system", "system_file", "chat_template", "hide_thinking"}
+    of_template &= generation.typed | template.typed | run.typed | output.typed
     if template.raw and of_template:
         flag = f"--{min(of_template).replace('_', '-')}"
         raise UsageError(f"{flag} is for the chat template, which --raw leaves out; leave out one of them")
@@ -102,17 +104,22 @@ def generate(
     with open_writer(run, generation) as (opened, writer), stopped_by_signals():
         from kvtool.chats.prompt import pin_prefix, template_of
         from kvtool.chats.shields import escaped
+        from kvtool.chats.thinking import Splitter
         from kvtool.config.report import report
 
         engine = opened.engine
         writer.ends_loops = generation.stop_loops == "on"
         likely = None if output.logprobs is None else _record_logprobs(writer, output.logprobs)
         interrupt.stops(writer)
+        reply = ReplyText()
         if template.raw:
             whole, prefix = escaped(request), escaped(first)
         else:
-            chats = template_of(engine.model, run.chat_template)
-            whole, prefix = _rendered(writer, chats, generation, system, request, first)
+            chats = _under_effort(template_of(engine.model, run.chat_template), generation)
+            whole, prefix = _rendered(writer, chats, generation.think_budget, system, request, first)
+            splitter = Splitter(chats.tags, is_open=chats.opens_thought)
+            hides = output.hide_thinking or is_constrained(generation)
+            reply = ReplyText(splitter, chats.opening, hides=hides)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         notice = before_text(engine, opened.run, "prompt", len(tokens), opened.info)
@@ -121,17 +128,20 @@ def generate(
             is_read = writer.read(tokens)
         if is_read:
             read_s, started = time.monotonic() - started, time.monotonic()
-            text, full = _written(writer, generation.n, aloud=not as_json)
-            answer = _Answer(text, full, len(tokens), read_s, time.monotonic() - started)
+            full = _write(writer, generation.n, reply, aloud=not as_json)
+            thought = "" if output.hide_thinking else reply.thought
+            write_s = time.monotonic() - started
+            answer = _Answer(reply.answer, thought, full, len(tokens), read_s, write_s)
             state = report(engine, opened.run.policy)
             if as_json:
                 typer.echo(json_text(answer.record(writer, state, likely)))
-            elif text and not text.endswith("\n"):
+            elif reply.shown and not reply.shown.endswith("\n"):
                 sys.stdout.write("\n")
             if full:
                 raise full
             say(notice.after())
-            say(end_note(writer, generation, "answer", is_empty=not text.strip()))
+            is_empty = not reply.answer.strip()
+            say(end_note(writer, generation, "answer", is_empty=is_empty, thought=bool(reply.thought)))
             if run.verbose:
                 say(answer.summary(writer, state))
         if writer.stop:
@@ -144,9 +154,14 @@ def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> 
     The start is the prompt if another text follows it, or else "". Raises UsageError for two prompts or an
     empty one, and InputError if there is nothing to read or a file cannot be read.
     """
-    if argument is not None and "prompt" in prompts.typed:
-        raise UsageError(f"{argument!r} and -p {prompts.prompt!r} are two prompts; leave out one of them")
-    prompt, files = utf8("-p", prompts.prompt if argument is None else argument), prompts.file
+    typed = [f"-p {each!r}" for each in prompts.prompt if "prompt" in prompts.typed]
+    named = typed if argument is None else [repr(argument), *typed]
+    if len(named) > 1:
+        raise UsageError(f"{named[0]} and {named[1]} are two prompts; leave out one of them")
+    if argument is None and prompts.prompt:
+        # a text from a variable was split at its blanks
+        argument = " ".join(prompts.prompt)
+    prompt, files = utf8("-p", argument), prompts.file
     if not files and prompt and os.path.isfile(prompt):
         from shlex import quote
 
@@ -173,10 +188,12 @@ def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> 
 class _Answer:
     """An answer, and how long it took: times in seconds. n_prompt: number of tokens of the prompt.
 
+    thought: the thought before the answer; "" if there is none, or if it is hidden.
     full: error that ended the answer because the cache became full, or None.
     """
 
     text: str
+    thought: str
     full: StreamEnd | None
     n_prompt: int
     read_s: float
@@ -191,6 +208,7 @@ class _Answer:
         """
         return {
             "text": self.text,
+            **({"reasoning_content": self.thought} if self.thought else {}),
             "finish_reason": "full" if self.full else _finish_reason(writer),
             "prompt_tokens": self.n_prompt,
             "tokens": writer.n_written,
@@ -224,10 +242,19 @@ def _finish_reason(writer: Writer) -> str:
     return "interrupted" if writer.stop and not has_ended else "stop"
 
 
+def _under_effort(template: Template, generation: GenerationOptions) -> Template:
+    """Return the template with the variables for the thinking effort and the thinking budget."""
+    from kvtool.chats.effort import Efforts
+
+    if generation.think is None and generation.think_budget is None:
+        return template
+    return template.under(with_thinking(generation, Efforts.of(template).exact))
+
+
 def _rendered(
     writer: Writer,
     template: Template,
-    generation: GenerationOptions,
+    budget: int | None,
     system: str | None,
     request: str,
     first: str,
@@ -237,18 +264,15 @@ def _rendered(
     Also set up the writer, so that it shows the tags of a thought, limits the thought's length, and applies a
     grammar only after the thought.
 
+    budget: maximum tokens of the thought; None for no limit.
     first: start of the request, which is pinned. The prefix ends after it. If it is "", the prefix ends after
     the system prompt.
     """
     from kvtool.chats.after_thought import after_thought
-    from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import request_prefix, system_prefix
     from kvtool.chats.thinking import control_tokens
 
     engine = writer.engine
-    budget = generation.think_budget
-    if generation.think or budget is not None:
-        template = template.under(with_thinking(generation, Efforts.of(template).exact))
     writer.shown = control_tokens(engine.model, template.tags)
     writer.sampler.start(0, after_thought(engine.model, template, budget))
     before = [{"role": "system", "content": system}] if system else []
@@ -279,23 +303,21 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
     return likely
 
 
-def _written(writer: Writer, n: int | None, *, aloud: bool) -> tuple[str, StreamEnd | None]:
-    """Return an answer of at most n tokens, and the error if the cache became full.
+def _write(writer: Writer, n: int | None, reply: ReplyText, *, aloud: bool) -> StreamEnd | None:
+    """Write an answer of at most n tokens. Return the error if the cache became full.
 
     aloud: True to write each piece to stdout at once. In this case the error is raised, not returned.
     """
-    pieces = []
     try:
-        for piece in writer.write(n):
-            pieces.append(piece)
+        for text in reply.texts(writer.write(n)):
             if aloud:
-                sys.stdout.write(piece)
+                sys.stdout.write(text)
                 sys.stdout.flush()
     except KvtoolError as error:
         if isinstance(error, StreamEnd) and not aloud:
-            return "".join(pieces), error
-        if pieces and sys.stdout.isatty():
+            return error
+        if reply.shown and sys.stdout.isatty():
             # print the error on a new line
             sys.stdout.write("\n")
         raise
-    return "".join(pieces), None
+    return None

@@ -98,7 +98,10 @@ def _print(info: dict[str, Any], has_archive: bool) -> None:
 
 @app.command()
 def export(file: File, as_json: Json = False) -> None:
-    """Print the text of a chat. If the file is damaged, print what can be read."""
+    """Print the text of a chat; `kvtool chat --reread` reads the output of --json.
+
+    If the file is damaged, print what can be read.
+    """
     from kvtool.chats.conversation import transcript
     from kvtool.chats.session import read_chat, readable_messages
 

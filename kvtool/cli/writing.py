@@ -6,25 +6,87 @@ ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtool.cli import near
 from kvtool.cli.console import say
 from kvtool.config.run import RunOptions
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.options import OUTPUT, Options, option
 from kvtool.system.texts import exists
 from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
+    from kvtool.chats.thinking import Splitter
     from kvtool.chats.writer import Writer
     from kvtool.config.generation import GenerationOptions
     from kvtool.config.opening import Opened
     from kvtool.llama.sampling import Sampling
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HideThinking(Options):
+    """The option --hide-thinking of commands in which a model writes."""
+
+    hide_thinking: bool = option("--hide-thinking", False, "Do not show the model's thoughts.", group=OUTPUT)
+
+
+class ReplyText:
+    """The text of one reply for stdout.
+
+    splitter: separates the thought from the answer. None if there are no thoughts.
+    opening: text with which the reply header opens a thought. "" if it opens none.
+    hides: True to leave the thought out of the text.
+
+    Attributes
+    ----------
+    thought, answer
+        The two parts of the reply so far, without tags.
+    shown
+        Text for stdout so far. If the thought is not hidden, the text has both of its tags.
+    """
+
+    def __init__(self, splitter: Splitter | None = None, opening: str = "", *, hides: bool = False) -> None:
+        self.thought = self.answer = self.shown = ""
+        self._splitter = splitter
+        self._opening = opening
+        self._hides = hides
+
+    def texts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Yield the text for stdout while `pieces` yields the reply."""
+        try:
+            for piece in pieces:
+                answer = self._parts(self._splitter.feed(piece) if self._splitter else [(False, piece)])
+                yield self._show(answer if self._hides else self._opening + piece)
+                self._opening = ""
+        except KvtoolError:
+            yield self._end()
+            raise
+        yield self._end()
+
+    def _end(self) -> str:
+        """Return the text that `splitter` has held back."""
+        rest = self._parts(self._splitter.end()) if self._splitter else ""
+        return self._show(rest if self._hides else "")
+
+    def _parts(self, parts: Iterable[tuple[bool, str]]) -> str:
+        """Add the parts to `thought` and `answer`. Return the new text of the answer."""
+        before = len(self.answer)
+        for is_thought, text in parts:
+            if is_thought:
+                self.thought += text
+            else:
+                self.answer += text
+        return self.answer[before:]
+
+    def _show(self, text: str) -> str:
+        self.shown += text
+        return text
 
 
 def of_model(run: RunOptions, name: str | None) -> RunOptions:
@@ -67,6 +129,11 @@ def sampling_of(generation: GenerationOptions) -> Sampling:
     return generation.sampling()
 
 
+def is_constrained(generation: GenerationOptions) -> bool:
+    """Return True if answers must fit a grammar or a JSON schema. Scripts then expect only the answer."""
+    return bool(generation.grammar or generation.json_schema)
+
+
 def end_note(
     writer: Writer,
     generation: GenerationOptions,
@@ -93,7 +160,7 @@ def end_note(
         stopped = f"stopped after {format_tokens(writer.n_written)}"
         if in_terminal:
             return f"{stopped} (-n); /set n changes the limit"
-        if generation.grammar or generation.json_schema:
+        if is_constrained(generation):
             return f"{stopped} (-n): the text may be incomplete"
         if "n" in generation.given:
             return f"{stopped} (-n)"

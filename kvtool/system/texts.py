@@ -181,5 +181,6 @@ def check_file(file: str) -> None:
 
     A pipe is only looked for, because it can be read only once.
     """
-    if not is_stdin(file) and (not exists(file) or os.path.isfile(os.path.expanduser(file))):
+    path = os.path.expanduser(file)
+    if not is_stdin(file) and (not exists(file) or os.path.isfile(path) or os.path.isdir(path)):
         read_text(file)

@@ -157,7 +157,7 @@ def test_later_turns_do_not_see_thoughts_that_the_template_drops(talk, opening, 
     assert "".join(thinking_chat.reply("Name a number.")) == reply
     says(plain_chat, "It is seven.")
     "".join(plain_chat.reply("Name a number."))
-    assert thinking_chat.messages[-1]["content"] == reply
+    assert thinking_chat.messages[-1]["content"] == opening + reply
     # the thought is dropped: `thinking_chat` has the same tokens as `plain_chat`, whose reply had no thought
     assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
     second_reply = f"{opening and 'Hm.</think>'}Yes."
@@ -284,6 +284,23 @@ def test_effort_that_changes_only_the_header_keeps_the_cache(talk):
     says(chat, "Yes.")
     "".join(chat.reply("Sure?"))
     assert chat.writer.tokens.tolist()[: len(before)] == before
+
+
+def test_earlier_replies_are_divided_by_the_effort_under_which_they_were_written(talk):
+    chat = talk(OPENED)
+    for effort, text in (("off", "Seven."), ("on", "Hm.\n</think>\n\nYes."), ("on", "It never ends")):
+        chat.set_effort(effort)
+        says(chat, text)
+        "".join(chat.reply("And?"))
+    replies = [message["content"] for message in chat.messages if message["role"] == "assistant"]
+    assert replies == ["Seven.", "<think>\nHm.\n</think>\n\nYes.", "<think>\nIt never ends"]
+    for effort in ("on", "off"):
+        chat.set_effort(effort)
+        answers = [without_thought(reply, chat.splitter_of(reply)) for reply in replies]
+        assert answers == ["Seven.", "Yes.", ""]
+        # sessions of earlier versions have only the end tag
+        assert without_thought("Hm.</think>Yes.", chat.splitter_of("Hm.</think>Yes.")) == "Yes."
+    assert "<think>\nHm.\n</think>\n\nYes.\n" in transcript(chat.messages)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])

@@ -21,6 +21,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from kvtool.chats import session
+from kvtool.chats.undo import first_words
 from kvtool.cli.chat import screen
 from kvtool.cli.chat import terminal as loop
 from kvtool.cli.chat.input import Prompt, _Completer, goes_on, meant, typed_as, with_files
@@ -401,7 +402,7 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
     for leaving, expected in (
         ("\x03", f"> one{notice}\n> "),
         ("\x15\r", f"\n>{notice}\n> "),
-        ("\x15/x\r", f"> /x{notice}there is no command '/x'; /help lists them\n\n> /x"),
+        ("\x15/x\r", f"> /x{notice}there is no command '/x'; /help lists them\n\n> "),
     ):
         chat.type("/edit-last\r")
         chat.wait_for("press Ctrl-C to keep it\n\n> one")
@@ -416,6 +417,35 @@ def test_undo_retry_and_edit_last_change_the_last_turns(terminal, tmp_path, poli
     assert chat.say("/undo 9") == "/undo can take back at most 1 change, not 9"
     assert user_messages(path) == ["one more"]
     assert "there is nothing to undo" in chat.say("/undo") + chat.say("/undo 9")
+
+
+def test_typed_colour_codes_are_ignored(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.say("\x1b[31mred\x1b[0m and \x1b[Mabcgreen")
+    assert user_messages(path) == ["red and green"]
+    chat.type("/no/pe\r")
+    chat.until("[y/N] ")
+    chat.type("\x1b[31mn\x1b[0m\r")
+    chat.until("[y/N] n\n\n> ")
+    assert chat.say("/undo").startswith('took back the turn "red and green"; the chat has no turns')
+
+
+def test_undo_names_a_turn_as_it_was_typed(terminal, tmp_path):
+    (tmp_path / "notes.txt").write_text("what the file says")
+    chat, typed = terminal(), f"Read @{tmp_path}/notes.txt"
+    chat.say(typed)
+    chat.say("two")
+    assert 'took back the turn "two"' in chat.say("/undo")
+    assert chat.say("/undo").startswith(f'took back the turn "{first_words(typed)}"; the chat has no turns')
+
+
+def test_set_shows_a_schema_from_a_file_on_one_line(terminal, tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "integer"}\n')
+    chat = terminal()
+    chat.type(f"/set json_schema {path}\r")
+    chat.until('\njson_schema  {"type": "integer"}\n\n> ')
 
 
 def test_editor_that_does_not_start_gets_one_line(terminal):
@@ -467,9 +497,7 @@ def test_turn_that_does_not_fit_is_undone_and_offered_for_editing(talker, tmp_pa
     assert user_messages(path) == ["one", "three"]
 
 
-@pytest.mark.parametrize(
-    ("line", "at_prompt"), [("/edit-last", "one"), ("/nope", "/nope"), ("@none.txt", "@none.txt")]
-)
+@pytest.mark.parametrize(("line", "at_prompt"), [("/edit-last", "one"), ("@none.txt", "@none.txt")])
 def test_text_typed_ahead_is_dropped_if_the_prompt_offers_a_line(terminal, tmp_path, line, at_prompt):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path)
@@ -493,10 +521,12 @@ def test_unknown_slash_line_is_sent_only_after_confirmation(terminal, tmp_path):
         if "/" in line[1:]:
             chat.until(f"There is no command {line}. Send the line to the model? [y/N] ")
             chat.type("n\r")
-        chat.until(f"[y/N] n\n\n> {line}", f"there is no command '{line}'; /help lists them\n\n> {line}")
-        # the prompt offers the refused line again
+        chat.until("[y/N] n\n\n> ", f"there is no command '{line}'; /help lists them\n\n> ")
+        # the next line stands alone, and the history has the refused line
+        assert "/undo takes a number" in chat.say("/undo 0")
+        chat.type(UP + UP)
+        chat.until(f"\n> {line}")
         chat.type("\x15")
-        assert "2 turns" not in chat.say("/undo 0")
     assert user_messages(path) == ["one"]
     chat.type("/no/pe is a path\r")
     chat.until("[y/N] ")
@@ -673,8 +703,7 @@ def test_plain_has_no_colours(terminal):
     chat = terminal("--plain")
     chat.say("hello")
     chat.type("/nope\r")
-    chat.until("there is no command '/nope'; /help lists them\n\n> /nope")
-    chat.type("\x15")
+    chat.until("there is no command '/nope'; /help lists them\n\n> ")
     chat.say("/stats")
     chat.say("/cells")
     styles = set(re.findall(rb"\x1b\[([0-9;]*)m", chat.raw))
@@ -761,7 +790,7 @@ def test_edit_sends_the_text_of_the_editor(terminal, tmp_path):
     editor.chmod(0o755)
     chat = terminal("--session", tmp_path / "chat.kv", env={"VISUAL": str(editor)})
     assert chat.say("/edit").endswith("tokens/s")
-    assert "> /edit\nline one\nline two\n" in chat.text
+    assert "> /edit\n> line one\n  line two\n" in chat.text
     chat.kill()
     assert user_messages(tmp_path / "chat.kv") == ["line one\nline two"]
 
@@ -779,8 +808,7 @@ def test_aliases_of_commands_work_and_typos_get_suggestions(terminal):
         ("/quit?", "/quit"),
     ):
         chat.type(f"{line}\r")
-        chat.until(f"there is no command '{line.split()[0]}'. Did you mean {instead}?\n\n> {line}")
-        chat.type("\x15")
+        chat.until(f"there is no command '{line.split()[0]}'. Did you mean {instead}?\n\n> ")
     # Tab completes a command
     chat.type("/sta\t")
     chat.until("\n> /stats")

@@ -104,7 +104,7 @@ def test_aliases_of_options_work_and_are_not_shown():
     assert value("type_k", ("models", "show"), "--type-k", "q8_0") == "q8_0"
     assert value("temp", ("chat",), "--temperature=0.5") == 0.5
     assert value("seed", ("generate",), "-p", "-s", "-s", "9") == 9
-    assert value("prompt", ("generate",), "-p", "-s", "-s", "9") == "-s"
+    assert value("prompt", ("generate",), "-p", "-s", "-s", "9") == ("-s",)
     assert value("raw", ("generate",), "-no-cnv", "-f", "x") is True
     assert value("parallel", ("serve",), "-np", "3") == 3
     assert value("argument", ("generate",), "--", "-np") == "-np"
@@ -131,6 +131,10 @@ def test_json_means_the_same_in_every_command():
 def test_ranges_are_shown_in_words():
     assert "Maximum points in time that --html can show (1 to 255). [default: 32]" in shown_by("inspect")
     assert "Port to listen on (0 to 65535). [default: 8080]" in shown_by("serve")
+
+
+def test_help_of_session_names_the_option_that_reads_an_export():
+    assert "--reread" in run_kvtool("session", "-h").stdout
 
 
 @pytest.mark.parametrize("group", ["models", "session"])
@@ -240,7 +244,7 @@ def test_misspelt_or_foreign_input_gets_one_line_of_advice(words, message):
 
 def test_values_are_not_read_as_options_of_other_programs():
     generate = COMMANDS_OF["generate",]
-    assert generate.make_context("x", ["-p", "-hf", "--system=-hf"]).params["prompt"] == "-hf"
+    assert generate.make_context("x", ["-p", "-hf", "--system=-hf"]).params["prompt"] == ("-hf",)
     assert generate.make_context("x", ["--", "-hf"]).params["argument"] == "-hf"
 
 
@@ -296,6 +300,11 @@ def test_value_out_of_range_gets_one_line(smollm2, words, message):
     ("words", "message"),
     [
         (["generate", "x", "-p", "y"], "'x' and -p 'y' are two prompts; leave out one of them"),
+        (["generate", "-p", "x", "-p", "y"], "-p 'x' and -p 'y' are two prompts; leave out one of them"),
+        (
+            ["generate", "x", "--raw", "--hide-thinking"],
+            "--hide-thinking is for the chat template, which --raw leaves out; leave out one of them",
+        ),
         (["chat", "x", "-m", "y"], "'x' and -m 'y' are two models; leave out one of them"),
         (
             ["generate", "x", "--raw", "--system", "y"],

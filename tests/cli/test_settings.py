@@ -597,6 +597,7 @@ def test_config_and_doctor_refuse_the_values_that_a_command_refuses(file, monkey
         ("compare", "BUDGETS", "128,banana", "--budget is a number of tokens (512), "),
         ("compare", "TYPES", "f17", "--types must name some of "),
         ("generate", "FILE", "banana", "cannot read banana"),
+        ("generate", "FILE", "/", "cannot read /: Is a directory"),
         ("models_show", "FIT", "banana", "a size is a number with a unit "),
         ("models_show", "DEVICE", "1KiB", "--device is the memory of a GPU"),
         ("worker", "MEM", "0", "--mem must be above 0"),

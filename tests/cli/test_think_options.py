@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -105,6 +106,63 @@ def test_think_budget_closes_the_thought_after_n_tokens(models):
     assert "</think>" not in json.loads(run_kvtool(*command, "--think-budget", -1).stdout)["text"]
     done = run_kvtool(*command, "--think-budget", 7, "--raw")
     assert (done.returncode, "--think-budget is for the chat template" in done.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def said(models):
+    """said(command, *options): return what a model that thinks for 3 tokens writes to stdout."""
+
+    def run(command, *options, stdin="Hello\n"):
+        how = ["-m", models(OPENS), "-t", 1, "-n", 40, "--temp", 0, "--think-budget", 3, "--policy", "h2o"]
+        done = run_kvtool(command, *how, *options, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_stdout_has_both_tags_of_a_thought_or_only_the_answer(said, command):
+    whole = said(command)
+    assert re.match(r"<think>(?!</think>).+</think>.", whole)
+    assert said(command, "--hide-thinking") == whole.partition("</think>")[2].lstrip("\n")
+
+
+def test_json_separates_the_thought_from_the_answer(said):
+    thought, _, answer = said("generate").removeprefix("<think>").partition("</think>")
+    record = json.loads(said("generate", "--json"))
+    assert (record["reasoning_content"], record["text"]) == (thought, answer.strip("\n"))
+    record = json.loads(said("generate", "--json", "--hide-thinking"))
+    assert ("reasoning_content" in record, record["text"]) == (False, answer.strip("\n"))
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_answer_with_a_schema_or_a_grammar_comes_without_the_thought(said, command):
+    assert said(command, "--json-schema", '{"const": "yes"}') == '"yes"\n'
+    assert said(command, "--grammar", 'root ::= "yes"') == "yes\n"
+
+
+def test_export_has_both_tags_of_a_thought(said, tmp_path):
+    path = tmp_path / "talk.kv"
+    whole = said("chat", "--session", path)
+    assert whole.startswith("<think>")
+    assert run_kvtool("session", "export", path).stdout == f"> Hello\n\n{whole}\n"
+
+
+def test_replies_stay_visible_after_the_effort_has_changed(models, tmp_path):
+    path = tmp_path / "talk.kv"
+    opens = SWITCHED.replace("[a]{%", "[a]<think>{%").replace(EMPTY, "</think>")
+    with terminals(models(opens), "-n", 12, "--policy", "h2o", "--session", path) as start:
+        chat = start("--think", "off")
+        chat.say("Hello")
+        reply = session.read(path)[0]["messages"][-1]["content"]
+        assert reply.strip()
+        last = f"> Hello\n\n{reply.strip()}"
+        assert chat.say("/show last") == last
+        chat.say("/think on")
+        assert chat.say("/show last") == last
+        chat.leave()
+        assert last in start("--think", "on").text
 
 
 def test_think_budget_reaches_a_template_that_reads_it(models):

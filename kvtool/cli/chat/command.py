@@ -17,12 +17,20 @@ from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.model_advice import base_model
 from kvtool.cli.output import check_apart, files_read
-from kvtool.cli.writing import end_note, of_model, open_writer, with_thinking
+from kvtool.cli.writing import (
+    HideThinking,
+    ReplyText,
+    end_note,
+    is_constrained,
+    of_model,
+    open_writer,
+    with_thinking,
+)
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import ChatOptions
 from kvtool.config.system import SystemOptions
 from kvtool.errors import StreamEnd, UsageError
-from kvtool.options import OUTPUT, Options, option
+from kvtool.options import OUTPUT, option
 from kvtool.system import interrupt
 from kvtool.system.texts import stdin_lines
 
@@ -34,11 +42,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _ChatOptions(Options):
+class _ChatOptions(HideThinking):
     plain: bool = option(
         "--plain", False, "Show replies as the model writes them, without colours.", group=OUTPUT
     )
-    hide_thinking: bool = option("--hide-thinking", False, "Do not show the model's thoughts.", group=OUTPUT)
     session: Path | None = option(
         "--session",
         None,
@@ -146,7 +153,7 @@ def chat(
             starting.close()
             terminal.run(Terminal(conversation, files, run.policy, notice, args.plain, args.hide_thinking))
         else:
-            _pipe(conversation, files, stdin_lines(), notice)
+            _pipe(conversation, files, stdin_lines(), notice, args.hide_thinking)
         if run.verbose:
             drafted = f", {writer.n_accepted} of {writer.n_drafted} draft tokens" if writer.drafter else ""
             forgotten = f"{n_forgotten(engine):,} forgotten"
@@ -193,8 +200,13 @@ def _reread(conversation: Conversation, opened: Opened, messages: list[Message],
         raise KeyboardInterrupt
 
 
-def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str], notice: Notice) -> None:
-    """Read each line as a turn. Write the replies, and nothing else, to stdout."""
+def _pipe(
+    conversation: Conversation, files: ChatFiles, lines: Iterator[str], notice: Notice, hides: bool
+) -> None:
+    """Read each line as a turn. Write the replies, and nothing else, to stdout.
+
+    hides: True to leave the thoughts out.
+    """
     writer, generation = conversation.writer, files.generation
     for line in lines:
         if not line.strip():
@@ -202,29 +214,35 @@ def _pipe(conversation: Conversation, files: ChatFiles, lines: Iterator[str], no
         interrupt.stops(writer)
         writer.ends_loops = generation.stop_loops == "on"
         with interrupt.terminating(writer):
-            is_empty = _write_reply(conversation, files, line)
+            reply = _write_reply(conversation, files, line, hides or is_constrained(generation))
             files.check()
             sys.stdout.write("\n")
             sys.stdout.flush()
         if writer.stop:
             raise KeyboardInterrupt
-        say(notice.after(), end_note(writer, generation, "reply", is_empty=is_empty))
+        is_empty = not reply.answer.strip()
+        say(
+            notice.after(),
+            end_note(writer, generation, "reply", is_empty=is_empty, thought=bool(reply.thought)),
+        )
         # until the next turn, Ctrl-C ends the program at once
         interrupt.ends()
 
 
-def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> bool:
-    """Write the reply to a turn, and save the turn with its reply. Return True if the reply is empty.
+def _write_reply(conversation: Conversation, files: ChatFiles, line: str, hides: bool) -> ReplyText:
+    """Write the reply to a turn, save the turn with its reply, and return the reply.
 
     If stdout is a pipe without a reader, the chat is still saved. After that, OSError is raised.
     """
-    is_empty = True
+    reply = ReplyText()
     try:
-        with closing(conversation.reply(line, files.generation.n)) as pieces:
-            for piece in pieces:
-                is_empty = is_empty and not piece.strip()
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+        if conversation.read_turn(line):
+            splitter, opening = conversation.splitter(), conversation.opening
+            reply = ReplyText(splitter, opening, hides=hides)
+            with closing(conversation.answer(files.generation.n)) as pieces:
+                for text in reply.texts(pieces):
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
     except OSError:
         files.keep()
         raise
@@ -232,4 +250,4 @@ def _write_reply(conversation: Conversation, files: ChatFiles, line: str) -> boo
         raise StreamEnd(files.advice(error)) from None
     files.keep()
     say(files.moved_line())
-    return is_empty
+    return reply

@@ -83,7 +83,7 @@ class Prompt:
         self._is_pasted &= bool(buffer.text)
 
     def _keys(self) -> KeyBindings:
-        keys = KeyBindings()
+        keys = _without_mouse()
 
         # while the user searches the history, prompt_toolkit itself handles Enter
         @keys.add("enter", filter=~is_searching)
@@ -135,8 +135,19 @@ class Prompt:
 def confirmed(question: str) -> bool:
     """Return True if the answer is "y" or "yes". Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
     # do not use input(): without readline, it misses a Ctrl-C right after the question appears
-    answer: str = PromptSession[str](enable_suspend=True).prompt(question)
+    session = PromptSession[str](key_bindings=_without_mouse(), enable_suspend=True)
+    answer: str = session.prompt(question)
     return answer.strip().lower() in ("y", "yes")
+
+
+def _without_mouse() -> KeyBindings:
+    """Return key bindings that ignore the mouse.
+
+    prompt_toolkit takes a pasted colour code, such as ESC[31m, for a mouse event, and fails to read it.
+    """
+    keys = KeyBindings()
+    keys.add(Keys.Vt100MouseEvent)(lambda event: None)
+    return keys
 
 
 def meant(typed: str) -> tuple[str, bool]:

@@ -24,8 +24,8 @@ _MAX_LINES = 8
 class ReplyView:
     """Prints the pieces of one reply.
 
-    splitter: separates the thought from the answer. plain: True to show the text exactly as the model writes
-    it. hide: True to show only that the model is thinking, and not the thought.
+    splitter: separates the thought from the answer. hide: True to show only that the model is thinking, and
+    not the thought. plain: True to show the rest of the text exactly as the model writes it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ReplyView:
 
     def write(self, piece: str) -> None:
         """Print a piece. Raises OSError if the terminal is closed."""
-        if self._is_plain:
+        if self._is_plain and not self._hides:
             self._out.write(piece)
             return
         for is_thought, text in self._splitter.feed(piece):
@@ -95,5 +95,6 @@ class ReplyView:
         self._live = None
         if not self._hides:
             seconds, n = time.monotonic() - self._started, len(self.thought.split())
-            line = f"thought for {seconds:.0f} s, {n:,} words; /show thought shows it"
+            words = f"{n:,} word{'s' * (n != 1)}"
+            line = f"thought for {seconds:.0f} s, {words}; /show thought shows it"
             self._console.print(line, style="dim")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.thinking import Splitter
+from kvtool.chats.thinking import without_thought
 from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.chat.keys import Keys
@@ -50,9 +50,9 @@ class Terminal:
         Text to put at the next prompt.
     edits
         True if the next turn replaces the last turn.
-    last_typed
-        Maps the last turn to the text that the user typed for it. In the turn, each @FILE is replaced by the
-        text of the file.
+    typed_of
+        Maps turns with @FILE to the texts that the user typed for them. In a turn, each @FILE is replaced by
+        the text of the file.
     """
 
     conversation: Conversation
@@ -65,7 +65,7 @@ class Terminal:
     typed: str = ""
     edits: bool = False
     tokens_per_s: float = 0.0
-    last_typed: dict[str, str] = field(default_factory=dict)
+    typed_of: dict[str, str] = field(default_factory=dict)
     console: Console = field(default_factory=plain_console)
     keys: Keys = field(default_factory=Keys)
     # `version` of the chat when the user last wanted to leave it with unsaved turns, or None
@@ -139,11 +139,9 @@ class Terminal:
         # the first lines are enough to recognize a long text
         lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
         self.console.print("\n> " + "\n  ".join(lines) + "\n")
-        template = self.conversation.template
-        # If the template has a separate field for thoughts, "content" is only the answer. Otherwise "content"
-        # is the whole reply. It begins inside a thought if the reply header opens the thought
-        splitter = Splitter(template.tags) if template.takes_thoughts else self.conversation.splitter()
-        with ReplyView(self.console, splitter, plain=self.plain, hide=True) as out:
+        hides = self.hide_thinking or not self.plain
+        splitter = self.conversation.splitter_of(reply)
+        with ReplyView(self.console, splitter, plain=self.plain, hide=hides) as out:
             out.write(reply)
 
     def say(self, text: str, *, again: bool = False) -> None:
@@ -205,8 +203,10 @@ class Terminal:
         """
         conversation, again = self.conversation, replaced is not None
         n_before = conversation.n_turn - again
-        before = n_before, self.last_typed, self.thought
-        self.last_typed, self.thought, self.tokens_per_s = {sent: text}, "", 0.0
+        before = n_before, self.thought
+        self.thought, self.tokens_per_s = "", 0.0
+        if sent != text:
+            self.typed_of[sent] = text
         try:
             is_read = self._read_turn(sent, replaced)
             if is_read:
@@ -263,6 +263,8 @@ class Terminal:
             # if the terminal is closed, `view.write` raises an error. `closing` then closes the generator
             # `pieces`, which adds the reply so far to the chat
             with view, closing(self.conversation.answer(self.files.generation.n)) as pieces:
+                if self.plain and not self.hide_thinking:
+                    view.write(self.conversation.opening)
                 for piece in pieces:
                     view.write(piece)
         except OSError:
@@ -277,7 +279,8 @@ class Terminal:
     @property
     def _is_empty(self) -> bool:
         """True if the last reply has no answer."""
-        return not self.conversation.messages[-1]["content"].strip()
+        content = self.conversation.messages[-1]["content"]
+        return not without_thought(content, self.conversation.splitter_of(content)).strip()
 
     def _refuse(self, text: str, again: bool) -> None:
         """Put a refused turn at the next prompt.
@@ -291,17 +294,15 @@ class Terminal:
 
     def offer(self, turn: str) -> None:
         """Put a turn at the next prompt, as the user typed it."""
-        self.typed = typed_as(self.last_typed.get(turn, turn))
+        self.typed = typed_as(self.typed_of.get(turn, turn))
 
-    def _restore(
-        self, replaced: LastTurn | None, n_before: int, last_typed: dict[str, str], thought: str
-    ) -> None:
+    def _restore(self, replaced: LastTurn | None, n_before: int, thought: str) -> None:
         """Take a turn back, and restore the state before it. n_before: number of turns without this turn."""
         if replaced:
             self.conversation.put_back(replaced)
         elif self.conversation.n_turn > n_before:
             self.conversation.undo_turn()
-        self.last_typed, self.thought = last_typed, thought
+        self.thought = thought
 
 
 def whereabouts(n: int, n_held: float, n_archived: int, n_forgotten: int) -> str:

@@ -118,7 +118,7 @@ def setting(terminal: Terminal, name: str) -> str:
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
     if value is None:
         return {"n": "no limit", "think": "(the model's own)", "think_budget": "no limit"}.get(name, "(none)")
-    return str(value)
+    return str(value).rstrip()
 
 
 def settings(terminal: Terminal) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtool.chats.undo import turn_label
 from kvtool.cli.chat import show
 from kvtool.cli.chat.files import rereading, turns
 from kvtool.cli.explain import may_lose_system, unpinned
@@ -121,10 +122,8 @@ class Commands:
         if "/" in name[1:]:
             if self.terminal.confirm(f"There is no command {name}. Send the line to the model?"):
                 self.terminal.say(line)
-                return
         else:
             self.terminal.error(f"there is no command '{name}'{self._meant(name.lower())}")
-        self.terminal.typed = line
 
     @staticmethod
     def _meant(name: str) -> str:
@@ -162,7 +161,7 @@ class Commands:
         n_all = len(self.conversation.undo_stack)
         if 0 < n_all < n:
             raise UsageError(f"/undo can take back at most {n_all} change{'s' * (n_all != 1)}, not {n}")
-        changes = [change for _ in range(min(n, n_all)) if (change := self.conversation.undo()) is not None]
+        changes = [change for _ in range(min(n, n_all)) if (change := self._undo_one()) is not None]
         if not changes:
             n_turn = self.conversation.n_turn
             stay = f"/undo cannot go back further: the chat still has {turns(n_turn)}"
@@ -177,6 +176,13 @@ class Commands:
         has = f"the chat has {turns(self.conversation.n_turn)}"
         self.terminal.note(f"took back {undone}; {has}{more}{self._previous()}")
         self.terminal.saved()
+
+    def _undo_one(self) -> str | None:
+        """Take back the last change, and return its name; None if there is none. See `Conversation.undo`."""
+        turn = self.conversation.newest_turn
+        change = self.conversation.undo()
+        typed = None if turn is None else self.terminal.typed_of.get(turn)
+        return change if typed is None else turn_label(typed)
 
     def _retry(self) -> None:
         self.terminal.say(self._last_turn(), again=True)
@@ -209,7 +215,7 @@ class Commands:
                 why = f"{why.partition(':')[0]} cannot be started: {error.__cause__.strerror}"
             raise UsageError(f"{why}; set $EDITOR to an editor that works") from None
         if text := with_lf(written or "").strip():
-            self.terminal.console.print(text)
+            self.terminal.console.print("> " + text.replace("\n", "\n  "))
             self.terminal.say(text)
         else:
             self.terminal.note("the editor returned no text, so nothing was sent")
