@@ -269,9 +269,9 @@ LOCATING = """
 import os
 import signal
 from kvtool.__main__ import main
-from kvtool.cli import serve
+from kvtool.config import model
 
-serve.locate_model = lambda *_: os.kill(os.getpid(), signal.{name})
+model.find_model = lambda *_: os.kill(os.getpid(), signal.{name})
 main()
 """
 
