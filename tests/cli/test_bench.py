@@ -155,7 +155,7 @@ def test_row_says_if_memory_is_too_small(loaded, monkeypatch):
         ("gemma2", {}),
         ("lfm2", {}),
         ("deepseek2", {}),
-        ("deepseek32", {("full", 768): "chooses 512 cells by an index"}),
+        ("deepseek32", {("full", 768): "attends only to 512 cells that its index chooses"}),
         ("refact", {("recall", 64): "but in this model distance counts as well (ALiBi)"}),
     ],
 )

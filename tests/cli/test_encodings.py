@@ -57,10 +57,10 @@ few = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("flag", ["-p", "--system"])
-def test_an_option_that_is_not_utf8_is_a_usage_error(env, flag):
-    done = kvtool("generate", "-p", "hi", flag, CAFE, env=env)
-    assert f"the text of {flag} is not UTF-8" in one_line(done, 2)
+@pytest.mark.parametrize("options", [("-p",), ("-p", "hi", "--system")])
+def test_an_option_that_is_not_utf8_is_a_usage_error(env, options):
+    done = kvtool("generate", *options, CAFE, env=env)
+    assert f"the text of {options[-1]} is not UTF-8" in one_line(done, 2)
 
 
 def test_a_system_prompt_of_a_chat_that_is_not_utf8_is_a_usage_error(env):

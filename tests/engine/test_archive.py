@@ -390,7 +390,6 @@ def wrong_files(folder):
         folder / "link": "exists already",
         folder / "no" / "file": f"cannot be created: there is no folder {folder / 'no'}",
         folder / "there" / "file": f"cannot be created: there is no folder {folder / 'there'}",
-        "": "is not the name of a file",
     }
 
 
@@ -404,6 +403,8 @@ def test_invalid_archive_files_are_refused_with_one_line(command, tmp_path):
         assert done.stderr == f"kvtool: --archive-file {str(path)!r} {reason}; name a new file\n"
         assert (done.returncode, done.stdout) == (2, "")
     assert (tmp_path / "there").read_text() == "mine"
+    done = run_kvtool(command, *argument, "--archive-file", "", stdin="word " * 60)
+    assert (done.returncode, done.stderr) == (2, "kvtool: the archive-file's name is empty; name a file\n")
 
 
 def test_archive_file_in_a_read_only_folder_is_refused(tmp_path, monkeypatch):
