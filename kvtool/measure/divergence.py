@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -26,7 +25,7 @@ import numpy as np
 from kvtool.errors import InputError
 from kvtool.kernels.likelihood import divergence, log_probs
 from kvtool.measure.perplexity import nll_of
-from kvtool.system.files import can_write, locked, replacing
+from kvtool.system.files import can_write, free_disk_bytes, locked, replacing
 from kvtool.system.paths import cache_dir
 
 N_TOP = 2048
@@ -52,10 +51,9 @@ def folder_with_room(path: Path, n: int, n_vocab: int) -> Path | None:
     path: path of the reference. If its folder cannot be written or has no room, the result is the folder for
     temporary files.
     """
-    for folder in (path.parent, Path(gettempdir())):
-        if can_write(folder) and shutil.disk_usage(folder).free >= n * _row(n_vocab).itemsize:
-            return folder
-    return None
+    n_bytes = n * _row(n_vocab).itemsize
+    folders = path.parent, Path(gettempdir())
+    return next((f for f in folders if can_write(f) and free_disk_bytes(f / path.name) >= n_bytes), None)
 
 
 class Scores(ABC):

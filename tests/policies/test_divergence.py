@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import time
 from contextlib import closing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -239,7 +238,7 @@ def test_a_reference_goes_to_a_disk_that_has_room(monkeypatch, tmp_path):
     path, spare, free = tmp_path / "cache" / "x.ref", tmp_path / "spare", {}
     spare.mkdir()
     monkeypatch.setattr(divergence, "gettempdir", lambda: str(spare))
-    monkeypatch.setattr(divergence.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    monkeypatch.setattr(divergence, "free_disk_bytes", lambda file: free[file.parent])
     n_bytes = 10 * (8 + 4 + 100 * 8)
     for own, other, folder in (
         (n_bytes, 0, path.parent),
