@@ -1240,6 +1240,20 @@ CHECK(clusters_that_are_not_read_are_estimated_by_their_means) {
     }
 }
 
+CHECK(clusters_of_sets_next_to_ungrouped_clusters_are_attended_to) {
+    stream s(params_of(GGML_TYPE_F32, 1 << 20, 2*n_ctx), 24*256, 34*256);
+    s.push(24*256);
+    for (const int64_t end : { 8252, 8448 }) {
+        s.push(end - s.tokens.end());
+        const auto & row = s.tokens.clusters_of(1, 1);
+        // the archive begins in the middle of a group, and ends with a complete group
+        EXPECT(row.begin() % n_grouped != 0 && row.end() % n_grouped == 0);
+        for (const int n_query : { 1, 12 }) {
+            expect_attention(s, n_query, end, plain, 1 << 20, 2e-3, far_blocks(s));
+        }
+    }
+}
+
 CHECK(search_finds_a_far_token_that_equals_the_query) {
     stream s(params_of(GGML_TYPE_F32, 64, 256), archive::max_pos, 4608);
     const auto query = normal(n_embd, 99);

@@ -47,8 +47,8 @@ int search::rotation_index(int64_t delta) {
     return it - deltas.begin();
 }
 
-void search::add_run(const means & means, size_t first, int n, int i_rotation, bool is_set) {
-    if (!runs.empty() && runs.back().is_set == is_set && runs.back().i_rotation == i_rotation && runs.back().first + runs.back().n == first) {
+void search::add_run(size_t first_run, const means & means, size_t first, int n, int i_rotation, bool is_set) {
+    if (runs.size() > first_run && runs.back().is_set == is_set && runs.back().i_rotation == i_rotation && runs.back().first + runs.back().n == first) {
         runs.back().n += n;
     } else {
         runs.push_back({ &means, first, n, i_rotation, is_set });
@@ -152,7 +152,7 @@ void search::expand_sets(const row_clusters & row, size_t n_sets, int64_t n) {
             }
             const size_t i_cluster = row.first_in_set(run.first + i);
             prefetch(row.clusters.packs.data() + i_cluster/n_pack*row.clusters.size_k, row.clusters.size_k);
-            add_run(row.clusters, i_cluster, n_pack, run.i_rotation, false);
+            add_run(first_run, row.clusters, i_cluster, n_pack, run.i_rotation, false);
         }
     }
     multiply_runs(first_run, first_item);
@@ -281,9 +281,9 @@ size_t search::multiply_clusters(const row_clusters & row, const float * queries
         for (int64_t block = row.begin(); block < row.end();) {
             const bool is_grouped = row.is_grouped(block);
             if (is_set && is_grouped) {
-                add_run(row.sets, row.first_set(block), n_set, rotation_of_block(block), true);
+                add_run(0, row.sets, row.first_set(block), n_set, rotation_of_block(block), true);
             } else if (!is_set && !is_grouped) {
-                add_run(row.clusters, row.first_cluster(block), n_cluster, rotation_of_block(block), false);
+                add_run(0, row.clusters, row.first_cluster(block), n_cluster, rotation_of_block(block), false);
             }
             block += is_grouped ? n_grouped : 1;
         }

@@ -163,7 +163,10 @@ private:
     size_t item_stride = 0;
 
     int  rotation_index(int64_t delta);
-    void add_run(const means & means, size_t first, int n, int i_rotation, bool is_set);
+
+    // Append n items to `runs`. They extend the last run if they continue it, unless its index is below first_run
+    void add_run(size_t first_run, const means & means, size_t first, int n, int i_rotation, bool is_set);
+
     void multiply_runs(size_t first_run, size_t item);
     void set_scores(std::vector<float> & exps);
 
