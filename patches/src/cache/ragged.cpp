@@ -306,7 +306,8 @@ static bool prepare(llama_context & lctx, uint32_t n_tokens) {
         LLAMA_LOG_ERROR("the index of this model chooses %d cells, not %d\n", kvtool->n_indexed, kvtool->most_cells());
         return false;
     }
-    if (kvtool->resident) {
+    // while texts are staged, threads may be clustering, and no step uses residents
+    if (kvtool->resident && !kvtool->is_staging()) {
         kvtool->resident->is_fit = kvtool->resident->selection.unfit().empty();
     }
     if (kvtool->params.n_recall > 0) {

@@ -152,6 +152,10 @@ static bool can_be_resident(const resident_sizes & n) {
             return false;
         }
     }
+    if (n.n_token > 0 && n.n_mean == 0) {
+        fail("residents need cells for means of clusters, got n_mean 0");
+        return false;
+    }
     if (n.n_mean % n_cluster != 0 || n.n_mean_set % n_set != 0) {
         fail(format("n_mean and n_mean_set must be multiples of %d and %d, got %d and %d", n_cluster, n_set, n.n_mean, n.n_mean_set));
         return false;

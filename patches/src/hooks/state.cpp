@@ -150,6 +150,10 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     lctx.synchronize();
 
+    if (lctx.kvtool && lctx.kvtool->staging) {
+        // the context must not call the old state's staging again
+        lctx.kvtool->stage(lctx, 0);
+    }
     lctx.memory->clear(false);
     if (!params.ragged) {
         // with ragged rows the table keeps its size, because it holds only the tokens since the last edit
