@@ -30,8 +30,6 @@ class Writer:
         Set to True, even in a signal handler, to end `read` or `write` after the current step.
     n_written
         Number of tokens that the last `write` sampled.
-    n_reread
-        Number of tokens decoded a second time since `begin`, because the engine read the stream again.
     is_cut
         True if the last `write` ended because it reached its maximum number of tokens.
     loop
@@ -60,7 +58,6 @@ class Writer:
         self.sampler = sampler
         self.stop = False
         self.n_written = 0
-        self.n_reread = 0
         self.is_cut = False
         self.loop: Loop | None = None
         self.ends_loops = False
@@ -83,7 +80,7 @@ class Writer:
     ) -> None:
         """Prepare for the next text. Closes the old sampler."""
         self.sampler.close()
-        self.sampler, self.shown, self.stop, self.n_reread = sampler, shown, False, 0
+        self.sampler, self.shown, self.stop = sampler, shown, False
         self.ends = ends
         self.after_sampling, self.while_reading = after_sampling, while_reading
 
@@ -221,15 +218,6 @@ class Writer:
     @delayed
     def _read_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Read the unread tokens into the engine. Return False if reading was stopped."""
-        # False if the engine has also read tokens that did not come from this writer. Then the writer does
-        # not have all tokens of the stream, and cannot read the stream again
-        knows_all = len(self._decoded) == self.engine.n_past
-        if after_step is None and knows_all and not self.stop and self.engine.rereads(len(self._unread)):
-            whole = np.concatenate([self.tokens, self._unread])
-            self.engine.empty()
-            self.n_reread += len(self._decoded)
-            # all tokens are unread now: if a stop ends this call, the next call reads the remaining tokens
-            self._unread, self._decoded = whole, array("i")
         before, n_all = self.engine.n_past, len(self._unread)
 
         def stopped() -> bool:

@@ -120,8 +120,7 @@ class Notice:
 
 def long_text(engine: Engine, noun: str, n: int) -> str | None:
     """Return a line that says how a text of n tokens will be read, or None if the text fits in the budget."""
-    n_before = engine.n_past if engine.rereads(n) else 0
-    is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
+    settings = engine.settings
     budget = _n_kept(engine, n)
     if n <= budget:
         return None
@@ -131,9 +130,9 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
             "reading stops when the cache is full"
         )
     start, share = f"the {noun} has {n:,} tokens", _share(engine, budget, n)
-    if is_whole:
+    if engine.reads_whole(n):
         reader = engine.whole_reader
-        segments = reader.n_segments(n_before + n)
+        segments = reader.n_segments(n)
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
         if segments > 1 and not reader.in_segments:
@@ -141,9 +140,8 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
             return f"{start}, more than {readers} can read whole in a context of {engine.n_ctx:,}"
         manner = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
         manner += ", twice" if engine.policy.reconstruction else ""
-        manner += f", with the {n_before:,} tokens before it" if n_before else ""
-        cache = format_bytes(reader.n_bytes(n_before + n))
-        if n_bytes := reader.signal_bytes(n_before + n):
+        cache = format_bytes(reader.n_bytes(n))
+        if n_bytes := reader.signal_bytes(n):
             cache += f" and {format_bytes(n_bytes)} of signals"
         return f"{start}: {share}. It is read {manner}, in a cache of {cache}, which is freed then"
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
@@ -162,8 +160,8 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
 
 def _n_kept(engine: Engine, n: int) -> int:
     """Return the maximum number of cells per row after a text of n tokens was read."""
-    is_whole = engine.reads_whole(n) or (engine.rereads(n) and engine.n_past > 0)
-    return engine.policy.n_asked if is_whole or _shares(engine.policy) else engine.policy.budget
+    is_capped = engine.reads_whole(n) or _shares(engine.policy)
+    return engine.policy.n_asked if is_capped else engine.policy.budget
 
 
 def _forgets(engine: Engine, n: int) -> bool:
@@ -336,9 +334,5 @@ def _prefill(engine: Engine) -> str:
         stream += ", each of which ends where an eviction is due"
     if engine.exact_reader.n_chunk:
         chunks = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"
-        return f"exact up to half of the context ({engine.n_ctx // 2:,}), {chunks}; then {stream}"
-    if engine.whole_reader.gpu_has_room(engine.policy.n_asked + 1):
-        return (
-            f"whole where it takes at most half of a GPU's free memory, then compressed once; else {stream}"
-        )
+        return f"exact: {chunks}; short texts {stream}"
     return f"stream: {stream}"

@@ -7,7 +7,6 @@ from kvtool.errors import UsageError
 from kvtool.llama.loaded.model import Model
 from kvtool.models.layers import Layers
 from kvtool.policy import Policy
-from kvtool.units import archive_types
 
 _COARSE = ("q4_0", "q4_1")
 """Number formats of keys that lose too much precision each time the keys are re-rotated."""
@@ -30,15 +29,9 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
     if policy.reconstruction and how_read(policy, settings) != "whole":
         raise UsageError(f"{type(policy).__name__} reads a prompt twice; choose --prefill whole")
-    if settings.prefill == "exact" and not (policy.recall and layers.has_values):
-        why = "its values are a part of its keys (MLA)" if policy.recall else "only policies that recall can"
+    if settings.prefill == "exact" and not (policy.recall and layers.can_stage):
+        why = "this model cannot (MLA with an index)" if policy.recall else "only policies that recall can"
         raise UsageError(f"--prefill exact attends to evicted tokens, and {why}; choose --prefill stream")
-    keys, values = archive_types(settings.archive_type)
-    if settings.prefill == "exact" and (keys != values or keys == "iq4_nl"):
-        raise UsageError(
-            "--prefill exact needs the same type for archived keys and values, and not iq4_nl; choose "
-            "--archive-type q8_0, or --prefill stream"
-        )
     if layers.only_full and (policy.evicts or policy.reads or policy.ragged):
         raise UsageError(f"this model runs only with --policy full: {layers.only_full}")
     if settings.n_draft and not layers.can_drop:

@@ -1,7 +1,9 @@
 """Exact reading: a text is read in chunks, and each chunk attends exactly to all tokens before it.
 
-Archived keys and values are copied to the device layer by layer while a chunk is computed. The result is the
-same as with the full cache, although the device holds only two layers of the archive at a time.
+Archived keys and values are copied to the device layer by layer while a chunk is computed. Up to the end of
+the context, the result is the same as with the full cache, although the device holds only two layers of the
+archive at a time. There, gaps between positions are closed. From then on, queries attend to tokens that are
+more than half of the context before their chunk as if these were half of the context before it.
 """
 
 from __future__ import annotations
@@ -32,39 +34,45 @@ class ExactReader:
     def __init__(self, cache: PolicyCache, settings: Settings, n_chunk: int) -> None:
         self._cache = cache
         self._is_asked = settings.prefill == "exact"
+        self._closes_gaps = settings.positions != "original"
         self.n_chunk = min(n_chunk, cache.context.n_batch)
 
     def n_readable(self, n: int) -> int:
         """Return how many of the next n tokens can be read exactly; 0 if another way of reading is better.
 
-        Exact reading needs the true distances between queries and keys. It ends at half of the context,
-        because larger distances are clamped to half of the context. It also ends when gaps between positions
-        are closed, because this changes distances. While attention to archived tokens is traced, no text is
-        read exactly, because attention can be traced only on the host.
+        While attention to archived tokens is traced, no text is read exactly, because attention can be traced
+        only on the host.
         """
         cache, rows = self._cache, self._cache.rows
         archive = cache.context.archive
-        if not self.n_chunk or not archive or archive.is_traced or cache.n_restart:
+        if not self.n_chunk or not archive or archive.is_traced:
             return 0
-        n = min(n, cache.n_ctx // 2 - rows.n_past)
-        if n < (1 if self._is_asked else _MIN_TOKENS) or rows.n_kv + n <= cache.policy.n_live:
+        if not self._closes_gaps:
+            n = min(n, cache.n_ctx - rows.next_rot)
+        if rows.n_kv + n <= cache.policy.n_live:
             return 0
         if self._is_asked:
             return n
-        free = gpu_free_bytes(cache.context.model.only_gpu)
-        return n if self.device_bytes(rows.n_past + n) <= free else 0
+        n_fit = gpu_free_bytes(cache.context.model.only_gpu) // self._token_bytes
+        if n_fit < archive.n_max:
+            n = min(n, n_fit - rows.n_past)
+        return n if n >= _MIN_TOKENS else 0
 
     def device_bytes(self, n: int) -> int:
-        """Return about how many bytes a device needs to attend to n archived tokens at once."""
+        """Return about how many bytes a device needs for the archive of a stream of n tokens."""
         assert self._cache.context.archive
-        layer_bytes = max(self._cache.context.archive.layer_bytes)
+        return min(n, self._cache.context.archive.n_max) * self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        assert self._cache.context.archive
         # the device holds two buffers, llama.cpp's converted copies of these buffers, and a mask in half
         # precision
-        return n * (4 * layer_bytes + 2 * self.n_chunk)
+        return 4 * self._cache.context.archive.stage_bytes + 2 * self.n_chunk
 
     @contextmanager
     def staged(self, n: int) -> Iterator[None]:
-        """Let chunks attend exactly to at most n archived tokens, until the context manager exits.
+        """Let chunks attend exactly to the archive of a stream of n tokens, until the context manager exits.
 
         Raises LibraryError if a device lacks memory.
         """
@@ -74,7 +82,7 @@ class ExactReader:
         n_filled = int(cache.layer_cells.max()) - n_live
         try:
             cache.resize(np.full_like(cache.layer_cells, pad(n_live + self.n_chunk + n_filled)))
-            archive.stage(n)
+            archive.stage(min(n, archive.n_max))
             yield
         finally:
             archive.stage(0)

@@ -30,9 +30,6 @@ from kvtool.system.interrupt import delayed
 
 _I32 = np.dtype(np.int32)
 
-_REREAD_FACTOR = 8
-"""Read the whole stream again if the new text is at least 1/8 of the stream. See `Engine.rereads`."""
-
 
 class JointDecoder(Protocol):
     """Decodes the steps of several engines together."""
@@ -61,8 +58,8 @@ class Engine:
     cache
         The context, the rows, the signals and the policy's state. Evictions edit all of them together.
     n_refused
-        Length of a text for which whole or exact reading has failed, because a GPU had too little memory.
-        Later texts of at least this length are read in another way. None if there was no such text.
+        Length of a text for which exact reading has failed, because a GPU had too little memory. Later texts
+        of at least this length are streamed. None if there was no such text.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
@@ -261,26 +258,17 @@ class Engine:
 
         Returns the number of tokens that were read; with whole reading, n or 0. Raises the errors of `step`.
         """
-        stopped = _or_interrupted(stopped)
+        tokens, stopped = _checked(tokens, self.model.n_vocab), _or_interrupted(stopped)
         if self.reads_whole(len(tokens)):
-            try:
-                return self._read_whole(_checked(tokens, self.model.n_vocab), stopped)
-            except (LibraryError, OutOfMemory):
-                if self.prefill == "whole":
-                    raise
-                # a GPU had less memory than it reported: read the text in another way
-                self.n_refused = len(tokens)
+            return self._read_whole(tokens, stopped)
+        done = 0
         if n := self.n_exact(len(tokens)):
-            tokens = _checked(tokens, self.model.n_vocab)
             done = self._read_exactly(tokens[:n], stopped)
-            if done is None or (done == n and n < len(tokens)):
-                # a device lacks memory, or the remaining tokens are beyond half of the context: read them in
-                # another way
-                return (done or 0) + self.read(tokens[done or 0 :], stopped)
-            return done
-        steps, done = self.steps(tokens, late=True, every=False), 0
+            if done < n and not self._is_refused(n):
+                return done
+        steps, first = self.steps(tokens[done:], late=True, every=False), done
         while done < len(tokens) and not stopped():
-            done = next(steps).stop
+            done = first + next(steps).stop
         if done < len(tokens):
             # evict if the budget is exceeded: this can happen if reading stopped between two parts of a step
             self.evict_if_due(0)
@@ -327,27 +315,12 @@ class Engine:
         - The settings require it.
         - The policy has a reconstruction pass.
         - The policy requests it, and the text fits.
-        - The policy recalls, the settings name no way of reading, a GPU has room, and the text cannot be read
-          exactly to its end.
         """
         evicts = self.policy.evicts and n > self.policy.n_asked
-        if self.n_past or not evicts:
+        if self.prefill != "whole" or self.n_past or not evicts:
             return False
-        if self.prefill != "whole":
-            # prefer exact reading, because it takes less memory and time
-            return self.n_exact(n) < n and self._gpu_has_room(n)
         has_to = self.settings.prefill == "whole" or self.policy.reconstruction is not None
         return has_to or self.whole_reader.fits(n)
-
-    def rereads(self, n: int) -> bool:
-        """True if a text of n tokens should be read together with all tokens before it, as one prompt.
-
-        On a GPU, this takes less time than reading only a long text (see `gpu_has_room`).
-        """
-        n_all = self.n_past + n
-        if not self.n_past or n * _REREAD_FACTOR < n_all or n_all <= self.policy.n_asked:
-            return False
-        return self.n_exact(n) < n and self._gpu_has_room(n_all)
 
     def n_exact(self, n: int) -> int:
         """Return how many of the next n tokens are read in chunks that attend exactly to the archive."""
@@ -356,9 +329,6 @@ class Engine:
 
     def _is_refused(self, n: int) -> bool:
         return self.n_refused is not None and n >= self.n_refused
-
-    def _gpu_has_room(self, n: int) -> bool:
-        return not self._is_refused(n) and self.whole_reader.gpu_has_room(n)
 
     def _read_whole(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
         """Decode a prompt i32[n] without an eviction, then compress it once. Returns n, or 0 if stopped."""
@@ -388,29 +358,28 @@ class Engine:
                 self._decode(part, 0 if n_left else n_output)
         return True
 
-    def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int | None:
+    def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
         """Decode a text i32[n] in chunks that attend exactly to the archive. Return how many were decoded.
 
-        If a device lacks memory at the start, nothing is decoded: the method returns None, or raises
-        LibraryError if the settings ask for exact reading.
+        If a device lacks memory, `n_refused` becomes n, unless the settings ask for exact reading: the method
+        then raises LibraryError or OutOfMemory.
         """
-        done, is_ready = 0, False
+        first, is_ready = self.n_past, False
         # there is room for only one chunk above the budget: evict now if the budget is exceeded already
         self.evict_if_due(0)
         try:
-            with self.exact_reader.staged(self.n_past + len(tokens)):
+            with self.exact_reader.staged(first + len(tokens)):
                 is_ready = True
-                while done < len(tokens) and not stopped():
+                while (done := self.n_past - first) < len(tokens) and not stopped():
                     chunk = tokens[done : done + self.exact_reader.n_chunk]
-                    done += len(chunk)
-                    self._decode(chunk, int(done == len(tokens)))
+                    self._prepare(len(chunk))
+                    self._decode(chunk, int(done + len(chunk) == len(tokens)))
                     self.evict_if_due(0)
-        except LibraryError:
-            if is_ready or self.settings.prefill == "exact":
+        except (LibraryError, OutOfMemory) as error:
+            if self.settings.prefill == "exact" or (is_ready and isinstance(error, LibraryError)):
                 raise
             self.n_refused = len(tokens)
-            return None
-        return done
+        return self.n_past - first
 
     # draft tokens
 

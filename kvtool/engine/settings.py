@@ -42,9 +42,8 @@ class Settings:
     prefill
         How a prompt is read. "stream": in batches, with a plan after each batch. "whole": decoded without
         evictions, then compressed once. "exact", for policies that recall: in batches, and each batch attends
-        to all archived tokens. Default: the policy's choice. If a policy recalls and all layers are on this
-        machine's GPUs, the default is "exact" for texts up to half of the context. For longer prompts it is
-        "whole" if their cells take at most half of the free memory.
+        to all archived tokens. Default: "exact" if a policy recalls and all layers are on this machine's
+        GPUs, as far as their memory allows; otherwise the policy's choice.
     n_ctx
         Context length. Default and maximum: the trained length.
     n_batch

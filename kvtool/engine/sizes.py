@@ -61,16 +61,19 @@ class Sizes(NamedTuple):
         if recall:
             n_start += recall.n_filled(model.layers.has_values)
             n_batch = min(n_batch, recall.chunk)
-        return cls(n_ctx, pad(n_start), n_cell, n_batch, _chunk(policy, settings, model))
+        return cls(n_ctx, pad(n_start), n_cell, n_batch, _chunk(policy, settings, model, n_ctx))
 
 
-def _chunk(policy: Policy, settings: Settings, model: Model) -> int:
-    if not (policy.recall and model.layers.has_values):
+def _chunk(policy: Policy, settings: Settings, model: Model, n_ctx: int) -> int:
+    if not (policy.recall and model.layers.can_stage):
         return 0
+    # After gaps are closed, a chunk needs positions after the live cells. The distances of its last query are
+    # up to half of the context plus the chunk; they must not exceed the context
+    most = min(n_ctx // 2, n_ctx - policy.n_live)
     if settings.prefill == "exact":
-        return settings.n_batch
+        return min(settings.n_batch, most)
     on_gpu = settings.prefill is None and model.is_on_gpu
-    return max(settings.n_batch, _N_CHUNK) if on_gpu else 0
+    return min(max(settings.n_batch, _N_CHUNK), most) if on_gpu else 0
 
 
 def pad(n: int) -> int:

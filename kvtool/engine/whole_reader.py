@@ -14,7 +14,6 @@ from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import pad
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.llama.cache.context import Context
-from kvtool.llama.libllama.devices import gpu_free_bytes
 from kvtool.policy import SIGNALS, ReconstructionPass
 
 _MIN_ROOM = 256
@@ -93,19 +92,6 @@ class WholeReader:
         """
         in_one = self.in_segments or self.n_segments(n) == 1
         return in_one and self.n_cells(n) <= self._cache.context.model.layers.max_cells
-
-    def gpu_has_room(self, n: int) -> bool:
-        """True if whole reading of a prompt of n tokens is faster than streaming, and a GPU has room for it.
-
-        Always False if the settings name a way of reading, if the policy does not recall, or if some layers
-        are not on this machine's GPUs. On a GPU, whole reading is ten times as fast as streaming, because a
-        CPU searches the archive for each token of a streamed prompt. The cells for a whole prompt may take at
-        most half of the free memory.
-        """
-        settings, model = self._settings, self._cache.context.model
-        if settings.prefill or not (self._cache.policy.recall and model.is_on_gpu):
-            return False
-        return self.fits(n) and 2 * self.n_bytes(n) <= gpu_free_bytes(model.only_gpu)
 
     def read(self, tokens: np.ndarray, decode: DecodeText) -> int:
         """Decode a prompt i32[n] into a cache that holds all of it, and let the policy compress it once.

@@ -124,6 +124,11 @@ class Layers:
         return bool(self.of(Kind.INDEX))
 
     @property
+    def can_stage(self) -> bool:
+        """True if a step can attend to archived tokens that are copied to the device. See `ExactReader`."""
+        return self.has_values or not self.has_index
+
+    @property
     def n_shared(self) -> int:
         """Number of layers that read an earlier layer's cells."""
         return sum(not layer.is_owner for layer in self.all)

@@ -30,7 +30,7 @@ from kvtool.serve.api.errors import ApiError
 from kvtool.serve.api.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.api.thinking import ThinkingOptions
 from kvtool.serve.batching import StepBatcher
-from kvtool.serve.events import PromptCounts, PromptRead, Reading, Written
+from kvtool.serve.events import PromptRead, Reading, Written
 from kvtool.serve.queue import Job
 from kvtool.serve.rendering import Rendering, Renderings
 from kvtool.serve.reply import Delta, Reply
@@ -202,13 +202,7 @@ class Slot:
         if self.engine.checkpoints.are_small:
             # keep the state before the reply, because the client may send back another reply
             self.engine.checkpoints.take()
-        return self._prompt_read(job.prompt_counts, started)
-
-    def _prompt_read(self, before: PromptCounts, started: float) -> PromptRead:
-        """Return the numbers about a prompt that has been read. before: its counts before reading."""
-        # while reading, the engine may have read cached tokens again
-        n_cached = max(before["n_cached"] - self.writer.n_reread, 0)
-        return {**before, "n_cached": n_cached, "read_s": self._clock() - started}
+        return {**job.prompt_counts, "read_s": self._clock() - started}
 
     def _clock(self) -> float:
         """Return the time in seconds. This clock stands still while other requests compute."""
@@ -235,7 +229,7 @@ class Slot:
         after_step = self._scoring(tokens, text, request) if request.is_scored else None
         if not text_prompts.read(self.writer, request, tokens[n_cached:], after_step):
             return
-        prompt_read = self._prompt_read(job.prompt_counts, started)
+        prompt_read: PromptRead = {**job.prompt_counts, "read_s": self._clock() - started}
         # the penalties count the prompt
         self.writer.sampler.resume(tokens.tolist(), self.writer.sampler.seed)
         self.writer.sampler.start(0)

@@ -5,25 +5,17 @@ The options are `--policy recall --prefill whole`.
 
 from __future__ import annotations
 
-from contextlib import closing, contextmanager
-
 import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.chats.writer import Writer
 from kvtool.cli.explain import explain_run, long_text
-from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
-from kvtool.llama.cache.context import Context
+from kvtool.errors import StreamEnd
 from kvtool.llama.cache.segment import CLUSTERS
-from kvtool.llama.libllama.devices import has_gpu
 from kvtool.llama.loaded.model import Model
-from kvtool.llama.sampler import Sampler
 from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
 from tests.engine.exact_engines import fit_recall as fit
 from tests.engine.test_exact_reader import logits_of
-from tests.serve.http_requests import message
-from tests.serve.killed_turns import SlotServer
 
 N_PROMPT, N_LATER = 300, 40
 
@@ -121,200 +113,15 @@ def test_prompt_beyond_the_context_cannot_be_read_whole(tiny_model):
         assert engine.read(random_tokens(256)) == 256
 
 
-def beside_gpu(monkeypatch, n_bytes):
-    """Pretend that a GPU computes all layers and has n_bytes free."""
-    monkeypatch.setattr(Model, "is_on_gpu", True)
-    monkeypatch.setattr("kvtool.engine.whole_reader.gpu_free_bytes", lambda only: n_bytes)
-
-
-def test_prompts_that_fit_in_half_of_a_gpu_are_read_whole_by_default(monkeypatch, tiny_model):
-    path = tiny_model(n_head_kv=2)
-    with open_engine(path, fit(), prefill=None) as engine:
-        assert not engine.reads_whole(300) or has_gpu()
-        needed = engine.whole_reader.n_bytes(300)
-        beside_gpu(monkeypatch, 2 * needed)
-        assert engine.reads_whole(300)
-        # cells are allocated 256 at a time, so these tokens need a larger cache, for which the GPU has no
-        # room
-        assert not engine.reads_whole(300 + 256)
-        # whole reading is only for texts longer than the budget
-        assert not engine.reads_whole(48)
-        assert "It is read at once, in a cache of" in long_text(engine, "prompt", 300)
-        assert engine.read(random_tokens(300)) == 300
-        assert (engine.cache.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
-        # only the first text of a stream is a prompt
-        assert not engine.reads_whole(300)
-    beside_gpu(monkeypatch, 2**40)
-    for settings in (
-        {"prefill": "stream"},
-        {"prefill": None, "n_ctx": 256},
-    ):
-        with open_engine(path, fit(), **settings) as engine:
-            assert not engine.reads_whole(300)
-    with open_engine(path, policies.fit("h2o", 48), prefill=None) as engine:
-        assert not engine.reads_whole(300)
-
-
 @pytest.mark.parametrize(
     ("prefill", "line"),
-    [(None, "exact up to half of the context (512), in chunks of"), ("stream", "stream: in batches")],
+    [(None, "exact: in chunks of up to 512 tokens that attend to all"), ("stream", "stream: in batches")],
 )
 def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model, prefill, line):
-    beside_gpu(monkeypatch, 2**40)
+    monkeypatch.setattr(Model, "is_on_gpu", True)
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill=prefill) as engine:
         explain_run(engine, "recall", "prompt")
     assert f"prefill     {line}" in capsys.readouterr().err
-
-
-def refuse_above(n):
-    """Return a function to replace `Context.resize`. It fails above n cells per row, like a full GPU."""
-    resize = Context.resize
-
-    def refuse(self, n_cell):
-        if n_cell.max() > n:
-            raise LibraryError("llama.cpp refused: no memory for the cache")
-        resize(self, n_cell)
-
-    return refuse
-
-
-def fail_above(n):
-    """Return a function to replace `Context.decode`. It fails above n cells per row."""
-    decode = Context.decode
-
-    def fail(self, tokens, pos_0, n_output):
-        if self.layer_cells.max() > n:
-            raise OutOfMemory("no memory for the cache or a step")
-        decode(self, tokens, pos_0, n_output)
-
-    return fail
-
-
-@pytest.mark.parametrize(
-    ("method", "replacement", "error"),
-    [("resize", refuse_above, LibraryError), ("decode", fail_above, OutOfMemory)],
-)
-def test_prompt_is_streamed_if_the_gpu_refuses_the_memory(
-    monkeypatch, tiny_model, method, replacement, error
-):
-    path, tokens = tiny_model(n_head_kv=2), random_tokens(N_PROMPT + N_LATER)
-    streamed, *_, n_bytes = logits_after(path, fit(), tokens)
-    beside_gpu(monkeypatch, 2**40)
-    monkeypatch.setattr(Context, method, replacement(256))
-    logits, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
-    np.testing.assert_array_equal(logits, streamed)
-    assert own_bytes == n_bytes
-    with pytest.raises(error, match="no memory for the cache"):
-        logits_after(path, fit(), tokens, prefill="whole")
-
-
-@contextmanager
-def open_writer(path, **settings):
-    with open_engine(path, fit(), **settings) as engine:
-        yield Writer(engine, Sampler(engine.model, seed=1))
-
-
-def test_long_later_text_is_read_whole_with_earlier_tokens(monkeypatch, tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), random_tokens(700)
-    with open_writer(path, prefill="whole") as writer:
-        writer.read(tokens)
-        expected = writer.engine.context.logits()[-1].copy()
-    beside_gpu(monkeypatch, 2**40)
-    with open_writer(path, prefill=None) as writer:
-        engine = writer.engine
-        engine.pin(5)
-        writer.read(tokens[:100])
-        # a new text is read together with the 100 earlier tokens if it is at least an eighth of the stream:
-        # 15 of 115 tokens are enough, but 14 of 114 are not
-        assert (engine.rereads(14), engine.rereads(15)) == (False, True)
-        message = "It is read at once, with the 100 tokens before it, in a cache of"
-        assert message in long_text(engine, "turn", 500)
-        assert writer.read(tokens[100:600])
-        assert (engine.n_past, engine.n_pinned, engine.cache.n_planned) == (600, 5, 600)
-        np.testing.assert_array_equal(writer.tokens, tokens[:600])
-        assert not engine.rereads(1)
-        assert not engine.rereads(85)
-    # the second and the last text are so long that the whole stream is read again, as if it were a single
-    # prompt
-    with open_writer(path, prefill=None) as writer:
-        writer.read(tokens[:20])
-        writer.read(tokens[20:600])
-        writer.read(tokens[600:610])
-        writer.read(tokens[610:])
-        np.testing.assert_array_equal(writer.engine.context.logits()[-1], expected)
-    for prefill in ("stream", "whole"):
-        with open_writer(path, prefill=prefill) as writer:
-            writer.read(tokens[:100])
-            assert not writer.engine.rereads(500)
-
-
-def test_stop_during_a_reread_loses_no_tokens(monkeypatch, tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), random_tokens(600)
-    beside_gpu(monkeypatch, 2**40)
-    with open_writer(path, prefill=None) as writer:
-        writer.read(tokens)
-        expected = writer.engine.context.logits()[-1].copy()
-    with open_writer(path, prefill=None) as writer:
-        writer.read(tokens[:100])
-        mark = writer.save()
-
-        def stop(n_read, n):
-            writer.stop = n_read > 0
-
-        with writer.showing(stop):
-            assert not writer.read(tokens[100:])
-        assert (writer.engine.n_past, writer.is_new) == (0, False)
-        np.testing.assert_array_equal(writer.unread, tokens)
-        writer.stop = False
-        assert writer.rewind(100, mark)
-        np.testing.assert_array_equal(writer.unread, tokens[:100])
-        assert writer.read(tokens[100:])
-        np.testing.assert_array_equal(writer.engine.context.logits()[-1], expected)
-
-
-def test_tokens_unknown_to_the_writer_prevent_a_reread(monkeypatch, tiny_model):
-    beside_gpu(monkeypatch, 2**40)
-    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
-        writer.engine.read(random_tokens(100))
-        writer.read(random_tokens(200, seed=2))
-        assert writer.engine.n_past == 300
-
-
-def test_stop_before_a_reread_leaves_the_stream_unchanged(monkeypatch, tiny_model):
-    beside_gpu(monkeypatch, 2**40)
-    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
-        writer.read(random_tokens(100))
-        writer.stop = True
-        assert not writer.read(random_tokens(200, seed=2))
-        assert (writer.engine.n_past, len(writer.unread)) == (100, 200)
-        with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
-            writer.rewind(301, writer.save())
-
-
-def test_gpu_that_refused_a_prompt_is_asked_only_for_shorter_ones(monkeypatch, tiny_model):
-    beside_gpu(monkeypatch, 2**40)
-    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
-        engine, resize = writer.engine, Context.resize
-        with monkeypatch.context() as full:
-            full.setattr(Context, "resize", refuse_above(300))
-            writer.read(random_tokens(400))
-        engine.empty()
-        assert (engine.reads_whole(400), engine.reads_whole(399)) == (False, True)
-        assert Context.resize is resize
-
-
-def test_client_that_leaves_during_a_reread_can_ask_again(monkeypatch, talker, tmp_path):
-    beside_gpu(monkeypatch, 2**40)
-    with closing(Model(talker)) as model:
-        messages = [message("system", "Be brief."), message("user", "My name is Bob. " + "I walk. " * 20)]
-        server = SlotServer(model, "recall", tmp_path / "one")
-        reply, *_ = server.ask(messages)
-        messages += [message("assistant", reply), message("user", "Waves come and go. " * 20)]
-        server.leave(messages, 64)
-        assert server.slot.engine.n_past == 0
-        second_answer = server.ask(messages)
-        assert second_answer == SlotServer(model, "recall", tmp_path / "two").ask(messages)
-        assert second_answer[1] == 0
 
 
 def test_message_says_how_a_long_prompt_is_read(tiny_model):

@@ -8,6 +8,7 @@
 #include "archive/products.h"
 #include "archive/recaller.h"
 #include "archive/residents.h"
+#include "archive/staging.h"
 #include "archive/parallel.h"
 #include "archive/workers.h"
 
@@ -1283,6 +1284,96 @@ CHECK(search_finds_a_far_token_that_equals_the_query) {
         EXPECT(tokens.count(i) == 1); // the search reads all tokens that have no clusters
     }
     EXPECT(estimate[1] > 0.0f);
+}
+
+//
+// staging
+//
+
+// Layers of a cache with one cell, in host memory.
+struct cache_layers {
+    ggml_context_ptr        ctx { ggml_init({ 2*n_layer*ggml_tensor_overhead(), nullptr, true }) };
+    ggml_backend_buffer_ptr buffer;
+    std::vector<layer>      layers;
+
+    cache_layers() {
+        for (int i = 0; i < n_layer; ++i) {
+            layers.push_back({ i, n_head, i*n_head, 1, nullptr, nullptr, n_embd, n_embd, i });
+            layers[i].k = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, n_dim);
+            layers[i].v = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, n_dim);
+        }
+        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
+    }
+};
+
+// a row of keys or values on the device, without the Hadamard matrix
+static std::vector<float> staged_row(const ggml_tensor * t, int64_t i, int n_map) {
+    std::vector<float> res(n_embd);
+    to_float(t->type, (const char *) t->data + i*t->nb[1], res.data(), n_embd);
+    hadamard(res.data(), n_embd, n_map);
+    return res;
+}
+
+static void expect_near(const std::vector<float> & x, const float * y, double limit) {
+    for (size_t e = 0; e < x.size(); ++e) {
+        EXPECT_NEAR(x[e], y[e], limit);
+    }
+}
+
+// Stage layer 1 and expect the keys and values of all tokens. near_begin: tokens before it have the distance n_near from
+// a query at position rot
+static void expect_staged(stream & s, int64_t rot, int64_t near_begin, ggml_type type, double limit) {
+    static constexpr int n_live = 3;
+
+    const cache_layers cache;
+    staging staged(s.tokens, cache.layers, false, 2048, 2);
+    EXPECT(staged.keys(1)->type == type && staged.values(1)->type == type);
+
+    const ggml_tensor nodes[2] = {};
+    staged.begin({ { &nodes[0], &nodes[1], 1 } }, n_live, rot);
+    staged.settle();
+    for (int head = 0; head < n_head; ++head) {
+        for (int64_t slot = s.tokens.begin(); slot < s.tokens.end(); ++slot) {
+            const uint8_t * order = s.tokens.order_of(1, head, slot/256);
+
+            const int64_t i   = order ? slot/256*256 + order[slot % 256] : slot;
+            const int64_t row = head*staged.n_token() + n_live + slot - s.tokens.begin();
+            const int64_t pos = i < near_begin ? rot - s.tokens.n_near : i - s.base;
+
+            const std::vector<float> key(s.key(1, head, i), s.key(1, head, i) + n_embd);
+            const auto rotated_key = rotated(key, pos, GGML_ROPE_TYPE_NEOX, n_embd, 0);
+            expect_near(staged_row(staged.keys  (1), row, staged.key_map  (1)), rotated_key.data(),      limit);
+            expect_near(staged_row(staged.values(1), row, staged.value_map(1)), s.value(1, head, i), limit);
+        }
+    }
+}
+
+CHECK(staged_tokens_have_the_distances_of_the_stream_until_gaps_are_closed) {
+    stream s(params_of(GGML_TYPE_F32, 128, 300));
+    s.push(900);
+    expect_staged(s, 900, 0, GGML_TYPE_F32, 1e-4);
+}
+
+CHECK(staged_tokens_have_limited_distances_after_gaps_were_closed) {
+    // some types are converted for the device
+    for (const auto & [type, device_type, limit] : {
+            std::tuple(GGML_TYPE_F32, GGML_TYPE_F32, 1e-3), std::tuple(GGML_TYPE_Q8_0, GGML_TYPE_Q8_0, 0.05), std::tuple(GGML_TYPE_IQ4_NL, GGML_TYPE_Q8_0, 0.8) }) {
+        for (const int n_exact : { 0, 128 }) { // without and with clusters
+            stream s(params_of(type, n_exact, 1000));
+            s.push(700);
+            s.start_over();
+            s.push(900);
+            expect_staged(s, 905, 605, device_type, limit);
+        }
+    }
+}
+
+CHECK(staged_keys_and_values_of_different_types_are_converted) {
+    auto params = params_of(GGML_TYPE_Q5_0);
+    params.type_v = GGML_TYPE_Q4_0;
+    stream s(params);
+    s.push(700);
+    expect_staged(s, 700, 0, GGML_TYPE_Q8_0, 0.6);
 }
 
 //

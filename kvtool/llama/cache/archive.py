@@ -156,6 +156,13 @@ class Archive:
         """
         check(lib.llama_kvtool_stage(self._owner.handle, n))
 
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes that each archived token takes in each of the two buffers of `stage`."""
+        n_bytes: int = lib.llama_kvtool_stage_bytes(self._owner.handle)
+        check(n_bytes)
+        return n_bytes
+
     def reside(self, n_mean: int, n_mean_set: int, n_token: int) -> None:
         """Let each step of one token and its draft tokens attend to residents, and not search the archive.
 

@@ -15,7 +15,7 @@ from kvtool.llama.libllama.bindings import lib as lib
 from kvtool.llama.libllama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 26
+ABI = 27
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -103,6 +103,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_base", i32, pointer, i64)
     bind("llama_kvtool_forget", i32, pointer)
     bind("llama_kvtool_stage", i64, pointer, i64)
+    bind("llama_kvtool_stage_bytes", i64, pointer)
     bind("llama_kvtool_reside", i64, pointer, i32, i32, i32)
     bind("llama_kvtool_resident_bytes", i64, pointer, i32, i32, i32)
     bind("llama_kvtool_missed", ctypes.c_float, pointer)

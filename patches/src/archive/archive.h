@@ -292,6 +292,9 @@ public:
     // slot where a row stores token i. It differs from i in clustered blocks, which are stored in another order
     int64_t slot_of(size_t layer, int head, int64_t i) const;
 
+    // sealed_block::order of a row's block; null if the block has no clusters, and is thus in the order of the stream
+    const uint8_t * order_of(size_t layer, int head, int64_t block) const;
+
     const rotations & rotations_of(size_t i) const { return rope[i]; }
 
     // Tokens before this position are far: they are more than n_near positions before the stream's next token. Queries
@@ -330,6 +333,10 @@ public:
     // number of positions by which the key of token i is rotated, so that it has the right distance from a query at
     // position `rot`
     int64_t rotation_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_rotation(rot) : base()); }
+
+    // First token that is at most n_near positions before position `rot`. Until gaps between positions are closed for the
+    // first time, all positions are within the context, and the archive's first token is returned
+    int64_t near_begin(int64_t rot) const { return base() == 0 ? begin() : base() + rot - n_near; }
 
     // positions must be below this limit, so that computations with them do not overflow
     static constexpr int64_t max_pos = (int64_t) 1 << 40;

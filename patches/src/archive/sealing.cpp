@@ -73,12 +73,17 @@ static std::array<uint8_t, n_block> slots_of(const sealed_block & block) {
 }
 
 int64_t archive::slot_of(size_t layer, int head, int64_t i) const {
-    const int64_t block = i/n_block;
-    if (clusters.empty() || block < clusters[layer][head].begin() || block >= clusters[layer][head].end()) {
-        return i;
+    const int64_t   block = i/n_block;
+    const uint8_t * order = order_of(layer, head, block);
+    return order ? block*n_block + (std::find(order, order + n_block, i % n_block) - order) : i;
+}
+
+const uint8_t * archive::order_of(size_t layer, int head, int64_t block) const {
+    if (clusters.empty()) {
+        return nullptr;
     }
-    const auto & order = clusters[layer][head][block].order;
-    return block*n_block + (std::find(order.begin(), order.end(), i % n_block) - order.begin());
+    const auto & row = clusters[layer][head];
+    return block >= row.begin() && block < row.end() ? row[block].order.data() : nullptr;
 }
 
 void archive::seal(size_t layer, int head, int i_row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values) {

@@ -26,19 +26,19 @@ static constexpr size_t n_bounce = 2;
 // Number of unused bytes after the rows, because devices may read past a tensor's end.
 static constexpr size_t n_padding = 4096;
 
-std::string staging::unsupported(const archive & tokens, const std::vector<layer> & layers) {
-    for (size_t i = 0; i < layers.size(); ++i) {
-        if (!layers[i].v) {
-            return "values are a part of the keys (MLA)";
-        }
-        if (tokens[i].type_k != tokens[i].type_v) {
-            return "keys and values are archived in different formats";
-        }
-        if (tokens[i].is_centered) {
-            return "keys are archived as iq4_nl";
-        }
+// Format of a layer's keys and values on the device. Attention needs keys and values of the same format. q8_0 is a format
+// that all devices can read
+static ggml_type device_type(const archived_layer & l) {
+    if (!l.is_centered && (l.type_k == l.type_v || l.n_embd_v == 0)) {
+        return l.type_k;
     }
-    return {};
+    const int64_t n_group = ggml_blck_size(GGML_TYPE_Q8_0);
+    return l.n_embd_k % n_group == 0 && l.n_embd_v % n_group == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
+}
+
+static size_t device_token_bytes(const archived_layer & l) {
+    const ggml_type type = device_type(l);
+    return l.n_head*(ggml_row_size(type, l.n_embd_k) + ggml_row_size(type, l.n_embd_v));
 }
 
 static ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
@@ -53,19 +53,23 @@ static out_of_space no_device_memory(size_t n_bytes) {
 
 static bool lie_on_devices(const std::vector<layer> & layers) {
     return std::none_of(layers.begin(), layers.end(), [](const layer & l) {
-        return ggml_backend_buffer_is_host(l.k->buffer) || ggml_backend_buffer_is_host(l.v->buffer);
+        return ggml_backend_buffer_is_host(l.k->buffer) || (l.v && ggml_backend_buffer_is_host(l.v->buffer));
     });
 }
 
+static bool are_centered(const archive & tokens) {
+    return tokens.n_layer() > 0 && tokens[0].is_centered;
+}
+
 staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread)
-    : tokens(tokens), layers(layers), n_staged(n_token), has_device_cells(!v_trans && lie_on_devices(layers))
+    : tokens(tokens), layers(layers), n_staged(n_token), can_store(!v_trans && lie_on_devices(layers) && !are_centered(tokens))
     , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_max_copiers))
     , sealers(tokens.has_clusters() ? std::max(n_thread/n_sealer_part, 1) : 0) {
     // for each device: bytes per token of the device's largest layer
     std::map<ggml_backend_buffer_type_t, size_t> max_token_bytes;
     for (size_t i = 0; i < layers.size(); ++i) {
         size_t & n_bytes = max_token_bytes[ggml_backend_buffer_get_type(layers[i].k->buffer)];
-        n_bytes = std::max(n_bytes, tokens[i].token_bytes());
+        n_bytes = std::max(n_bytes, device_token_bytes(tokens[i]));
     }
 
     for (const auto & [buft, token_bytes] : max_token_bytes) {
@@ -119,27 +123,33 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
 
         ggml_tensor * bytes = d.bytes[i % 2];
 
+        staged_layer s;
+        s.device = &d;
+        s.bytes  = bytes;
+        s.type_k = s.type_v = device_type(l);
+        s.size_k = ggml_row_size(s.type_k, l.n_embd_k);
+        s.size   = ggml_row_size(s.type_v, l.n_embd_v) + s.size_k;
+
+        s.is_converted = s.type_k != l.type_k || (layers[i].v && s.type_v != l.type_v);
+
         const auto rows = [&](int64_t n_embd, ggml_type type, size_t offset) {
             ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), type, n_embd, n_token*l.n_head);
 
-            t->nb[1] = d.is_split ? ggml_row_size(type, n_embd) : l.size;
+            t->nb[1] = d.is_split ? ggml_row_size(type, n_embd) : s.size;
             t->nb[2] = t->nb[3] = t->nb[1]*t->ne[1];
 
             ggml_backend_tensor_alloc(bytes->buffer, t, (char *) bytes->data + offset);
             return t;
         };
 
-        const size_t offset_v = d.is_split ? GGML_PAD(l.size_k*n_token*l.n_head, n_padding) : l.size_k;
+        const size_t offset_v = d.is_split ? GGML_PAD(s.size_k*n_token*l.n_head, n_padding) : s.size_k;
 
-        staged_layer s;
-        s.device = &d;
-        s.bytes  = bytes;
-        s.k      = rows(l.n_embd_k, l.type_k, 0);
-        s.v      = rows(l.n_embd_v, l.type_v, offset_v);
-        if (d.is_split) {
-            s.parts = { { 0, l.size_k, 0 }, { l.size_k, l.size_v, offset_v } };
+        s.k = rows(l.n_embd_k, s.type_k, 0);
+        s.v = layers[i].v ? rows(l.n_embd_v, s.type_v, offset_v) : nullptr;
+        if (d.is_split && s.v) {
+            s.parts = { { 0, s.size_k, 0 }, { s.size_k, s.size - s.size_k, offset_v } };
         } else {
-            s.parts = { { 0, l.size, 0 } };
+            s.parts = { { 0, s.size, 0 } };
         }
         staged.push_back(std::move(s));
     }
@@ -150,6 +160,14 @@ staging::~staging() {
     copiers.wait(arriving);
     copiers.wait(fetching);
     sealers.wait(sealing);
+}
+
+size_t staging::most_token_bytes(const archive & tokens) {
+    size_t res = 0;
+    for (size_t i = 0; i < tokens.n_layer(); ++i) {
+        res = std::max(res, device_token_bytes(tokens[i]));
+    }
+    return res;
 }
 
 int64_t staging::bytes() const {
@@ -164,7 +182,7 @@ int64_t staging::bytes() const {
 // copies of archived tokens to the device, during a step
 //
 
-void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
+void staging::begin(const std::vector<mark> & marks, int64_t n_live, int64_t rot) {
     // wait for copies that a failed step may have started
     copiers.wait(arriving);
     copiers.wait(fetching);
@@ -172,6 +190,7 @@ void staging::begin(const std::vector<mark> & marks, int64_t n_live) {
 
     this->marks  = marks;
     this->n_live = n_live;
+    this->rot    = rot;
     n_reached    = 0;
 
     is_half_reached = false;
@@ -200,7 +219,7 @@ bool staging::reach(ggml_tensor * node, bool ask, void * userdata) {
         self.failed = why;
         return false;
     }
-    self.is_half_reached = !self.is_half_reached;
+    self.is_half_reached = mark->values && !self.is_half_reached;
     if (self.is_half_reached) {
         return true;
     }
@@ -255,25 +274,34 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     if (b && b->is_used) {
         ggml_backend_event_synchronize(b->done.get());
     }
+    const int64_t n = end - begin;
+
+    // the block's tokens, head after head: `stride` bytes from one head to the next
+    const bool                 is_changed = s.is_converted || is_rotated(begin, end);
+    const std::vector<uint8_t> changed    = is_changed ? converted(layer, begin, end) : std::vector<uint8_t>();
+
+    const uint8_t * const block_tokens = is_changed ? changed.data() : l.raw_key(0, begin);
+    const size_t          block_stride = is_changed ? n*s.size : n_block*s.size;
+
     // Collect the block's tokens in `memory`, part by part and head after head, before they are copied to the device.
     // `memory` is a pinned buffer, or ordinary memory if the device has no pinned buffers. `memory` is null if there
-    // are no pinned buffers and tokens have a single part: the tokens are then copied directly from the archive
-    std::vector<uint8_t> unpinned(b || s.parts.size() == 1 ? 0 : (end - begin)*l.token_bytes());
+    // are no pinned buffers and tokens have a single part: the tokens are then copied directly
+    std::vector<uint8_t> unpinned(b || s.parts.size() == 1 ? 0 : n*l.n_head*s.size);
     uint8_t * memory = b ? (uint8_t *) ggml_backend_buffer_get_base(b->buffer.get()) : unpinned.empty() ? nullptr : unpinned.data();
 
     for (const auto & [src_offset, size, dst_offset] : s.parts) {
-        const size_t n_bytes = (end - begin)*size; // bytes of this part for the tokens of one head
+        const size_t n_bytes = n*size; // bytes of this part for the tokens of one head
         const size_t offset  = dst_offset + (n_live + begin - tokens.begin())*size;
 
-        const uint8_t * data   = l.raw_key(0, begin) + src_offset;
-        size_t          stride = n_block*l.size;
+        const uint8_t * data   = block_tokens + src_offset;
+        size_t          stride = block_stride;
         if (memory) {
-            // Number of tokens per memcpy. The tokens of a head are consecutive in the archive, so whole tokens can be
-            // copied together. Keys alone, or values alone, are not consecutive
-            const int64_t n = size == l.size ? end - begin : 1;
+            // Number of tokens per memcpy. The tokens of a head are consecutive, so whole tokens can be copied together.
+            // Keys alone, or values alone, are not consecutive
+            const int64_t n_run = size == s.size ? n : 1;
             for (int head = 0; head < l.n_head; ++head) {
-                for (int64_t i = begin; i < end; i += n) {
-                    std::memcpy(memory + head*n_bytes + (i - begin)*size, l.raw_key(head, i) + src_offset, n*size);
+                for (int64_t i = 0; i < n; i += n_run) {
+                    std::memcpy(memory + head*n_bytes + i*size, data + head*stride + i*s.size, n_run*size);
                 }
             }
             data    = memory;
@@ -292,6 +320,46 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     }
 }
 
+bool staging::is_rotated(int64_t begin, int64_t end) const {
+    return tokens.base_of(begin) != tokens.base() || begin < std::min(end, tokens.near_begin(rot));
+}
+
+std::vector<uint8_t> staging::converted(size_t layer, int64_t begin, int64_t end) const {
+    const auto & l = tokens[layer];
+    const auto & s = staged[layer];
+
+    const int64_t n     = end - begin;
+    const int64_t block = begin/n_block;
+
+    std::vector<uint8_t> res(n*l.n_head*s.size);
+    std::vector<float>   keys(n*l.n_embd_k), value(l.n_embd_v);
+
+    uint8_t * dst = res.data();
+    for (int head = 0; head < l.n_head; ++head) {
+        const uint8_t * order = tokens.order_of(layer, head, block);
+
+        tokens.keys(layer, head, begin, n, order, keys.data());
+        for (int64_t j = 0; j < n; ++j) {
+            const int64_t i     = order ? block*n_block + order[(begin + j) % n_block] : begin + j;
+            const int64_t delta = tokens.rotation_back(i, i < tokens.near_begin(rot), rot);
+            if (delta != 0) {
+                tokens.rotations_of(layer).rotate(keys.data() + j*l.n_embd_k, delta);
+            }
+        }
+        hadamard(keys.data(), keys.size(), l.n_map_k);
+
+        for (int64_t j = 0; j < n; ++j, dst += s.size) {
+            from_float(s.type_k, keys.data() + j*l.n_embd_k, dst, l.n_embd_k);
+            if (!value.empty()) {
+                // values remain multiplied by the Hadamard matrix
+                to_float(l.type_v, l.raw_value(head, begin + j), value.data(), value.size());
+                from_float(s.type_v, value.data(), dst + s.size_k, value.size());
+            }
+        }
+    }
+    return res;
+}
+
 void staging::seal(size_t layer) {
     for (int head = 0; head < tokens[layer].n_head && sealers.size() > 0; ++head) {
         sealers.add(sealing, [this, layer, head](size_t) { tokens.seal_layer(layer, head); });
@@ -304,7 +372,7 @@ void staging::seal(size_t layer) {
 
 // copy all cells of a layer to the host
 void staging::fetch(size_t layer) {
-    if (!has_device_cells) {
+    if (!can_store) {
         return;
     }
     copiers.add(fetching, [this, layer](size_t thread) {
@@ -317,7 +385,9 @@ void staging::fetch(size_t layer) {
             ggml_backend_tensor_get_async(backend, t, out.data(), 0, out.size());
         };
         get(layers[layer].k, s.cells_k);
-        get(layers[layer].v, s.cells_v);
+        if (layers[layer].v) {
+            get(layers[layer].v, s.cells_v);
+        }
         ggml_backend_synchronize(backend);
         s.is_fetched = true;
     });
@@ -332,7 +402,9 @@ void staging::store(size_t layer, int64_t begin, int64_t end) {
     end   = std::min(end, cells_pos + (int64_t) cells.size());
     for (int64_t i = begin; i < end; ++i) {
         const size_t cell = cells[i - cells_pos];
-        tokens.put(layer, i, l.k->type, s.cells_k.data() + cell*l.k->nb[1], l.v->type, s.cells_v.data() + cell*l.v->nb[1]);
+
+        const uint8_t * k = s.cells_k.data() + cell*l.k->nb[1];
+        tokens.put(layer, i, l.k->type, k, l.v ? l.v->type : l.k->type, l.v ? s.cells_v.data() + cell*l.v->nb[1] : nullptr);
     }
 }
 
@@ -360,7 +432,7 @@ void staging::settle() {
 
 bool staging::push(const evicted_tokens & evicted) {
     settle();
-    if (!has_device_cells) {
+    if (!can_store) {
         return false;
     }
 

@@ -4,6 +4,9 @@
 // The device has two buffers. While attention of one layer reads the first buffer, threads copy the next layer's
 // archived tokens to the second buffer. They also copy the cells of earlier layers to the host, where other threads
 // cluster archived tokens. The device therefore waits only for the copy of the first layer.
+//
+// Most tokens are copied as they are archived. The threads convert tokens whose format devices cannot read, and tokens
+// whose keys have to be rotated to another position because gaps between positions were closed.
 
 #pragma once
 
@@ -24,9 +27,6 @@ namespace kvtool {
 
 class staging {
 public:
-    // Reason why these layers cannot be staged; empty if they can.
-    static std::string unsupported(const archive & tokens, const std::vector<layer> & layers);
-
     // n_token: number of rows of each head, for archived tokens and live cells together. n_thread: number of threads of
     // the context; it determines the number of clustering threads. Throws out_of_space if a device lacks memory.
     staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread);
@@ -34,29 +34,34 @@ public:
 
     staging(const staging &) = delete;
 
-    // A layer's keys or values as rows, head after head: [n_embd, n_token*n_head].
+    // A layer's keys or values as rows, head after head: [n_embd, n_token*n_head]. `values` is null if values are a part
+    // of the keys (MLA).
     ggml_tensor * keys  (size_t i) const { return staged[i].k; }
     ggml_tensor * values(size_t i) const { return staged[i].v; }
 
     // Sizes of the Hadamard matrices by which keys and values are multiplied; 0 if there is no matrix.
     int key_map  (size_t i) const { return tokens[i].n_map_k; }
-    int value_map(size_t i) const { return tokens[i].n_map_v; }
+    int value_map(size_t i) const { return values(i) ? tokens[i].n_map_v : tokens[i].n_map_k; }
 
     int64_t n_token() const { return n_staged; }
 
     // Size of the buffers on devices, in bytes.
     int64_t bytes() const;
 
-    // Begin a step. Archived tokens are copied to the rows after the first n_live rows of each head. `marks` has one
-    // entry per attention operation, in the order of the graph. The operation reads the keys of layer `layer` after the
-    // node `keys` is computed, and the values after `values`. Devices may compute either node first, and may read keys
-    // before they compute `values`.
+    // Bytes that an archived token of the largest layer takes on a device.
+    static size_t most_token_bytes(const archive & tokens);
+
+    // Begin a step. Archived tokens are copied to the rows after the first n_live rows of each head. Their keys get the
+    // right distances from a query at position `rot`, the step's first. `marks` has one entry per attention operation,
+    // in the order of the graph. The operation reads the keys of layer `layer` after the node `keys` is computed, and
+    // the values after `values`, which is null if values are a part of the keys. Devices may compute either node first,
+    // and may read keys before they compute `values`.
     struct mark {
         const ggml_tensor * keys;
         const ggml_tensor * values;
         size_t              layer;
     };
-    void begin(const std::vector<mark> & marks, int64_t n_live);
+    void begin(const std::vector<mark> & marks, int64_t n_live, int64_t rot);
 
     // Callback of the scheduler for each node of the step's graph, see ggml_backend_sched_set_eval_callback. It stops
     // at marked nodes. There it waits until the layer's archived tokens are copied, and then starts to copy the next
@@ -64,8 +69,7 @@ public:
     static bool reach(ggml_tensor * node, bool ask, void * userdata);
 
     // Archive cells of all layers, like recaller::push. But a layer's keys and values are stored only when that layer
-    // is next copied to the device. Returns false if the cells are on the host or values are transposed; the caller
-    // must then store them.
+    // is next copied to the device. Returns false if `can_store` is false; the caller must then store them.
     bool push(const evicted_tokens & evicted);
 
     // Wait until the archive holds all pushed tokens and no thread uses it. Throws if a copy failed.
@@ -100,9 +104,9 @@ private:
         std::vector<queue>      queues;   // One queue per copying thread.
     };
 
-    // A part of each archived token that is copied to the device: its key, its value, or both. An archived token is a
-    // key followed by a value. The part has `size` bytes, from byte src_offset of the token on. On the device, the
-    // parts of all tokens are rows in the layer's tensor `bytes`: head after head, from byte dst_offset on.
+    // A part of each token that is copied to the device: its key, its value, or both. A token is a key followed by a
+    // value. The part has `size` bytes, from byte src_offset of the token on. On the device, the parts of all tokens are
+    // rows in the layer's tensor `bytes`: head after head, from byte dst_offset on.
     struct part {
         size_t src_offset;
         size_t size;
@@ -114,6 +118,13 @@ private:
         ggml_tensor     * bytes;
         ggml_tensor     * k;
         ggml_tensor     * v;
+
+        // Formats of keys and values on the device. Tokens are converted if these are not the archive's formats
+        ggml_type type_k;
+        ggml_type type_v;
+        size_t    size_k; // Bytes of a key on the device.
+        size_t    size;   // Bytes of a key and a value on the device.
+        bool      is_converted;
 
         std::vector<part> parts;
 
@@ -130,8 +141,9 @@ private:
 
     const int64_t n_staged; // number of rows of each head
 
-    // true if the cells lie on devices (not on the host) and values are not transposed
-    const bool has_device_cells;
+    // True if `store` can archive cells: they lie on devices (not on the host), values are not transposed, and keys are
+    // not centered. The center of a block depends on the block before it, but `store` stores blocks in any order
+    const bool can_store;
 
     std::map<ggml_backend_buffer_type_t, device> devices;
     std::vector<staged_layer>                    staged;
@@ -140,6 +152,7 @@ private:
     std::vector<mark> marks;
     bool              is_half_reached = false; // True if only one of a mark's two nodes is computed.
     int64_t           n_live          = 0;
+    int64_t           rot             = 0;
     size_t            n_reached       = 0;
     std::string       failed; // Why copies of a step failed. ggml reports success, so `settle` throws this reason.
 
@@ -161,6 +174,13 @@ private:
 
     void copy(size_t layer);
     void copy_block(size_t thread, size_t layer, int64_t block);
+
+    // True if the keys of some of these tokens, which are in one block, have to be rotated for this step.
+    bool is_rotated(int64_t begin, int64_t end) const;
+
+    // Tokens of a block in the device's format: keys, each followed by its value, head after head.
+    std::vector<uint8_t> converted(size_t layer, int64_t begin, int64_t end) const;
+
     void fetch(size_t layer);
     void store(size_t layer, int64_t begin, int64_t end);
     void seal(size_t layer);

@@ -144,6 +144,11 @@ int64_t llama_kvtool_stage(llama_context * ctx, int64_t n_token) {
     return guarded([&] { return kvtool->stage(*ctx, n_token); });
 }
 
+int64_t llama_kvtool_stage_bytes(llama_context * ctx) {
+    auto * kvtool = with_archive(ctx);
+    return kvtool ? (int64_t) staging::most_token_bytes(kvtool->archive->tokens) : -1;
+}
+
 // True if a row can have this many residents. Otherwise, set the error and return false
 static bool can_be_resident(const resident_sizes & n) {
     for (const int32_t size : { n.n_mean, n.n_mean_set, n.n_token }) {

@@ -79,9 +79,11 @@ void llama_kvtool_recall(
 // sees only the synthetic cells that were computed for it
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
-// attention of the queries q to all archived tokens and to the live cells; null unless archived tokens are staged
+// Attention of the queries q to all archived tokens and to the live cells; null unless archived tokens are staged.
+// v: values of the step's tokens, which only MLA needs; v_mla: matrices that decompress values (MLA), or null
 ggml_tensor * llama_kvtool_staged(
-        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il);
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * v, ggml_tensor * sinks,
+        ggml_tensor * v_mla, float scale, int il);
 
 // attention of the queries q to the live cells and to residents; null if the step has no residents
 ggml_tensor * llama_kvtool_resident(

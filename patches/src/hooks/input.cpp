@@ -89,7 +89,7 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
     }
 
     if (staged.tail && staged.tail->buffer) {
-        staged.set_input(*kvtool.staging);
+        staged.set_input(*kvtool.staging, ubatch->pos[0]);
     }
 
     for (const auto & m : synthetic_masks) {

@@ -100,7 +100,8 @@ public:
         std::vector<index_input>           indices;
         std::vector<kvtool::staging::mark> marks;
 
-        void set_input(kvtool::staging & staging) const;
+        // rot: position that the step's first query is rotated to
+        void set_input(kvtool::staging & staging, int64_t rot) const;
     };
 
     staged_inputs staged;

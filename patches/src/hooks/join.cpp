@@ -96,7 +96,7 @@ static ggml_tensor * join(
     auto * kvtool = graph.cparams.kvtool;
 
     if (kvtool && kvtool->is_staging()) {
-        return llama_kvtool_staged(graph, mask_of(inp), q, sinks, kq_scale, il);
+        return llama_kvtool_staged(graph, mask_of(inp), q, v, sinks, v_mla, kq_scale, il);
     }
     if (!kvtool || !kvtool->joint) {
         ggml_tensor * resident = kq_b ? nullptr : llama_kvtool_resident(graph, mask_of(inp), q, sinks, kq_scale, il);

@@ -24,7 +24,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 26
+#define LLAMA_KVTOOL_ABI 27
 
 // returned if the archive has no memory or disk space for a call; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -346,9 +346,13 @@ LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 
 // Make later steps attend to all archived tokens (at most n_token tokens) on the device of each layer. The tokens are
 // copied to the devices layer by layer through two buffers. n_token 0 ends this. Returns the size of the buffers on
-// devices, in bytes. A step fails if the archived keys have different bases, or if any of them is beyond n_near. Not
-// available with signals, with logn, or if values are a part of the keys (MLA).
+// devices, in bytes. While the base is 0, queries have their true distances from all tokens. Otherwise, tokens that are
+// more than n_near positions before a step's first query are treated as if they were n_near positions before it. Not
+// available with signals, with logn, or if a model with MLA has an index.
 LLAMA_API int64_t llama_kvtool_stage(struct llama_context * ctx, int64_t n_token);
+
+// Bytes that llama_kvtool_stage needs on a device for each archived token, in each of its two buffers.
+LLAMA_API int64_t llama_kvtool_stage_bytes(struct llama_context * ctx);
 
 // Let steps of one token (plus its draft tokens) attend to residents instead of synthetic cells. A row has four kinds
 // of residents:

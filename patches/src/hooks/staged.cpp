@@ -59,7 +59,7 @@ static void set_hadamard(ggml_tensor * matrix) {
     ggml_backend_tensor_set(matrix, x.data(), 0, ggml_nbytes(matrix));
 }
 
-void llama_kvtool_input::staged_inputs::set_input(staging & staging) const {
+void llama_kvtool_input::staged_inputs::set_input(staging & staging, int64_t rot) const {
     std::for_each(maps.begin(), maps.end(), set_hadamard);
 
     std::vector<int64_t> idx;
@@ -82,7 +82,7 @@ void llama_kvtool_input::staged_inputs::set_input(staging & staging) const {
     } else {
         ggml_backend_tensor_set(tail, tail_mask.data(), 0, ggml_nbytes(tail));
     }
-    staging.begin(marks, n_live);
+    staging.begin(marks, n_live, rot);
 }
 
 //
@@ -140,7 +140,8 @@ static ggml_tensor * plain_attention(
 }
 
 ggml_tensor * llama_kvtool_staged(
-        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * sinks, float scale, int il) {
+        const llm_graph_context & graph, ggml_tensor * live_mask, ggml_tensor * q, ggml_tensor * v, ggml_tensor * sinks,
+        ggml_tensor * v_mla, float scale, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
     if (!kvtool || !kvtool->is_staging() || !kvtool->find(il)) {
@@ -171,20 +172,31 @@ ggml_tensor * llama_kvtool_staged(
         ggml_build_forward_expand(graph.gf, res);
         return res;
     };
-    const auto * keys   = write(staging.keys(i),   l.k, l.n_embd_k, staging.key_map(i),   false);
-    const auto * values = write(staging.values(i), l.v, l.n_embd_v, staging.value_map(i), kvtool->v_trans);
+    const auto * keys   = write(staging.keys(i), l.k, l.n_embd_k, staging.key_map(i), false);
+    const auto * values = l.v ? write(staging.values(i), l.v, l.n_embd_v, staging.value_map(i), kvtool->v_trans) : nullptr;
     in.marks.push_back({ keys, values, i });
 
-    const auto rows = [&](ggml_tensor * t) {
-        return ggml_view_3d(ctx, t, t->ne[0], in.mask->ne[0], l.n_head, t->nb[1], t->nb[1]*staging.n_token(), 0);
+    // the first n_embd elements of each row
+    const auto rows = [&](ggml_tensor * t, int64_t n_embd) {
+        return ggml_view_3d(ctx, t, n_embd, in.mask->ne[0], l.n_head, t->nb[1], t->nb[1]*staging.n_token(), 0);
     };
+    // with MLA, a value is the beginning of its key
+    ggml_tensor * k_rows = rows(staging.keys(i), l.n_embd_k);
+    ggml_tensor * v_rows = l.v ? rows(staging.values(i), l.n_embd_v) : rows(staging.keys(i), v->ne[0]);
 
     const auto attend = graph.cparams.flash_attn ? flash_attention : plain_attention;
 
     q = mapped(graph, in, q, staging.key_map(i));
 
-    ggml_tensor * cur = attend(graph, ggml_permute(ctx, q, 0, 2, 1, 3), rows(staging.keys(i)), rows(staging.values(i)), in.mask, sinks, scale);
+    ggml_tensor * cur = attend(graph, ggml_permute(ctx, q, 0, 2, 1, 3), k_rows, v_rows, in.mask, sinks, scale);
     cur = mapped(graph, in, cur, staging.value_map(i));
+    if (v_mla) {
+        // each head's matrix decompresses the values
+        cur = ggml_reshape_3d(ctx, cur, v->ne[0], q->ne[1], q->ne[2]);
+        cur = ggml_mul_mat(ctx, v_mla, ggml_permute(ctx, cur, 0, 2, 1, 3));
+        cur = ggml_permute(ctx, cur, 0, 2, 1, 3);
+        cur = ggml_cont_2d(ctx, cur, cur->ne[0]*cur->ne[1], cur->ne[2]);
+    }
     ggml_build_forward_expand(graph.gf, cur);
     return cur;
 }

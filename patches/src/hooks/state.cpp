@@ -463,6 +463,7 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
             why = e.what();
         }
         archive->tokens.defer_seal(false, std::max(lctx.n_threads(), 1u));
+        fill_recalled(lctx);
         if (!why.empty()) {
             return fail(why);
         }
@@ -473,11 +474,11 @@ int64_t llama_kvtool::stage(llama_context & lctx, int64_t n) {
     if (params.signals != 0 || params.logn) {
         return fail("a policy that reads attention, or scales it by log n, stages nothing");
     }
+    if (n_indexed < INT32_MAX && !layers[0].v) {
+        return fail("an index chooses the cells of a model with MLA");
+    }
     if (lctx.cparams.cb_eval) {
         return fail("the context calls somebody else for each node of a graph");
-    }
-    if (const std::string why = staging::unsupported(archive->tokens, layers); !why.empty()) {
-        return fail(why);
     }
     // archived tokens and cells are each rounded up, because flash attention reads keys in groups of 256
     const int64_t n_row = GGML_PAD(n, 256) + GGML_PAD(layers[0].n_cell, 256) + 256;
@@ -496,9 +497,6 @@ std::string llama_kvtool::no_staging() const {
     if (tokens.size() + GGML_PAD(layers[0].n_cell, 256) + 256 > staging->n_token()) {
         return format("%lld archived tokens do not fit where %lld rows are staged", (long long) tokens.size(), (long long) staging->n_token());
     }
-    if (tokens.far_end() > tokens.begin() || tokens.stretches(tokens.far_end(), 0).size() > 1) {
-        return "archived keys that are rotated to other positions cannot be staged";
-    }
     return {};
 }
 
@@ -511,7 +509,8 @@ int llama_kvtool::n_used(const llama_context & lctx) const {
 }
 
 void llama_kvtool::fill_recalled(const llama_context & lctx, int n_tokens) const {
-    const int64_t n = params.n_synthetic == 0 ? n_archived() : n_archived() > 0 ? (int64_t) n_tokens*params.n_synthetic : 0;
+    const int64_t n_filled = params.n_synthetic == 0 ? n_archived() : (int64_t) n_tokens*params.n_synthetic;
+    const int64_t n        = n_tokens == 0 || n_archived() == 0 ? 0 : n_filled;
     memory::fill_recalled(*memory::cache(lctx), params.n_recall, 0, std::min<int64_t>(params.n_recall, n));
 }
 

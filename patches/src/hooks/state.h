@@ -215,7 +215,7 @@ struct llama_kvtool {
 
     // see llama_kvtool_memory
     int  n_used       (const llama_context & lctx) const;
-    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // n_tokens: tokens of the step
+    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // n_tokens: tokens of the step; 0: fill none
 
     // make the next decode build a new graph; reserve: also make it allocate its compute buffers again
     static void forget_graphs(llama_context & lctx, bool reserve);
