@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -213,7 +213,8 @@ class PolicyCache:
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
         """Return the policy's view. signals: arrays by their field in the view."""
-        rows, fields = self.rows, dict(signals)
+        rows = self.rows
+        fields: dict[str, Any] = dict(signals)
         if Signal.KEYS in self._reads:
             # undo RoPE: rotate each key back by its position
             fields["keys"] = self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))
