@@ -140,8 +140,8 @@ class ReconstructionPass:
 
     The model reads a request to repeat the text, then the reply header, then the chunk as if it were the
     reply. These tokens are removed from the cache afterwards. Signals are computed only in this pass. A
-    token's signals come from the queries of the chunk that repeats the token. Pinned and held tokens are not
-    repeated, so their signals are zero.
+    token's signals come from the queries of all these tokens, when its chunk is repeated. Pinned and held
+    tokens are not repeated, so their signals are zero.
 
     Attributes
     ----------
