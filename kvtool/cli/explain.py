@@ -136,8 +136,7 @@ def long_text(engine: Engine, noun: str, n: int) -> str | None:
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
         if segments > 1 and not reader.in_segments:
-            readers = "recall" if engine.policy.recall else "rows that share a budget"
-            return f"{start}, more than {readers} can read whole in a context of {engine.n_ctx:,}"
+            return f"{start}, more than {reader.undivided} can read whole in a context of {engine.n_ctx:,}"
         manner = f"in {segments} parts that do not see each other" if segments > 1 else "at once"
         manner += ", twice" if engine.policy.reconstruction else ""
         cache = format_bytes(reader.n_bytes(n))

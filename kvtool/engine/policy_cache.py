@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -212,11 +212,18 @@ class PolicyCache:
         self.n_held = n
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
-        """Return the policy's view. signals: arrays by their field in the view."""
-        rows, fields = self.rows, dict(signals)
+        """Return the policy's view. signals: arrays by their field in the view.
+
+        Raises PlanError if a key is not finite.
+        """
+        rows = self.rows
+        fields: dict[str, Any] = dict(signals)
         if Signal.KEYS in self._reads:
             # undo RoPE: rotate each key back by its position
-            fields["keys"] = self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))
+            fields["keys"] = keys = self.context.read_keys(rows.live - n_new, -rows.new_rot(n_new))
+            # minimum and maximum need no copy of the keys
+            if not np.isfinite([keys.min(initial=0), keys.max(initial=0)]).all():
+                raise PlanError(f"the model's keys are not finite; {self.context.suspect}")
         if self.context.queries:
             n_last = max(min(self.context.queries.n, rows.n_past - self.policy.n_skip), 1)
             future = self.context.queries.future(n_last, rows.next_rot, rows.n_kv)

@@ -48,9 +48,18 @@ class WholeReader:
     @property
     def in_segments(self) -> bool:
         """True if a prompt longer than the context can be read in segments."""
+        return self.undivided is None
+
+    @property
+    def undivided(self) -> str | None:
+        """Kind of policy, as messages name it, that reads no prompt in segments; None if this policy does."""
         # earlier segments must be hidden from later segments, but cells of ragged rows and archived tokens
-        # cannot be hidden
-        return not (self._cache.rows.ragged or self._cache.policy.recall)
+        # cannot be hidden. Counts of queries would include the queries of later segments
+        if self._cache.policy.recall:
+            return "recall"
+        if self._cache.rows.ragged:
+            return "rows that share a budget"
+        return "a policy that counts each token's queries" if self._cache.policy.counts_queries else None
 
     def n_segments(self, n: int) -> int:
         """Return the number of segments in which a prompt of n tokens is read.
@@ -121,15 +130,14 @@ class WholeReader:
     def _check(self, n: int, n_segment: int) -> None:
         model, n_ctx = self._cache.context.model, self._cache.n_ctx
         twice = ", read twice," if self.reconstruction else ""
-        if n_segment > 1 and not self.in_segments:
-            apart = "without -o heads=adaptive and layers=adaptive"
-            instead = "with -o heads=equal" if twice else f"with --prefill stream, or {apart}"
-            who = "rows that share a budget cannot read more in one piece"
-            if self._cache.policy.recall:
-                who, instead = "recall cannot read more in one piece", "with --prefill stream"
+        if n_segment > 1 and self.undivided:
+            instead = "with a shorter prompt" if twice else "with --prefill stream"
+            if self._cache.rows.ragged:
+                apart = f"{instead}, or without -o heads=adaptive and layers=adaptive"
+                instead = "with -o heads=equal" if twice else apart
             raise StreamEnd(
-                f"the prompt of {n:,} tokens{twice} is longer than the context of {n_ctx:,}, and {who}; "
-                f"continue {instead}"
+                f"the prompt of {n:,} tokens{twice} is longer than the context of {n_ctx:,}, and "
+                f"{self.undivided} cannot read more in one piece; continue {instead}"
             )
         if self.n_cells(n) > (n_most := model.layers.max_cells):
             instead = "choose a shorter prompt" if twice else "choose --prefill stream, or a shorter prompt"
@@ -196,7 +204,7 @@ class WholeReader:
         signals: f32[row, n] by field, of the whole prompt. close: True to close gaps between positions.
         """
         cache, rows = self._cache, self._cache.rows
-        view = cache.view(signals, rows.n_past)
+        view = replace(cache.view(signals, rows.n_past), in_segments=close)
         plan = cache.ask(cache.policy.compress, view)
         n_keep = cache.check(view, plan)
         next_rot = rows.next_rot

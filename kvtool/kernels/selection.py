@@ -167,5 +167,6 @@ def layer_entropy(pos, live, layer, score, first, recent, entropy):
             end += 1
         entropy[begin:end] = 1
         if total > 0 and n_open > 1:
-            entropy[begin:end] = (np.log(total) - weighted / total) / np.log(n_open)
+            # rounding can make the difference negative if one score is nearly all of the sum
+            entropy[begin:end] = max((np.log(total) - weighted / total) / np.log(n_open), 0.0)
         begin = end

@@ -75,6 +75,10 @@ class CaM(Policy):
     def merges(self) -> bool:
         return True
 
+    @property
+    def counts_queries(self) -> bool:
+        return self.score == "average"
+
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         return () if self.score == "last" else Policy.start(self, n_row, n_cell, n_dim)
 
@@ -94,7 +98,7 @@ class CaM(Policy):
         """Draw which evicted values are merged: b1[row, n_evict]."""
         score = state[0][:, : view.n_kv] if state else view.last
         if self.score == "average":
-            score = score / (view.next - view.pos)
+            score = score / view.lived.astype(np.float64)
         score = np.take_along_axis(score, order, axis=1).astype(np.float64)
         chance = draw(self.seed, view.next, np.take_along_axis(view.pos, order[:, begin:end], axis=1)) / 2**24
         sampled: np.ndarray

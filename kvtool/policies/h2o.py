@@ -76,6 +76,10 @@ class H2O(Ranked):
             # the engine has no "mean", but "sum" gives the same order
             object.__setattr__(self, "group", "sum")
 
+    @property
+    def counts_queries(self) -> bool:
+        return self.score == "mean"
+
     def observe(self, view: View, state: State) -> None:
         decay = self.decay
         if self.score == "sum" and 0 < view.n_ctx < view.next:

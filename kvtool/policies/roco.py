@@ -45,6 +45,7 @@ class RoCo(Ranked):
 
     reads: ClassVar[Signal] = Signal.ATTENTION | Signal.SQUARES
     sums: ClassVar[tuple[str, ...]] = ("attn", "squares")
+    counts_queries: ClassVar[bool] = True
     paper: ClassVar[str] = "arXiv:2402.06262"
 
     def __post_init__(self) -> None:

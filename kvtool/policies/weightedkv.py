@@ -55,6 +55,7 @@ class WeightedKV(Ranked):
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     sums: ClassVar[tuple[str, ...]] = ("attn",)
+    counts_queries: ClassVar[bool] = True
     paper: ClassVar[str] = "arXiv:2503.01330"
     # the newest token must stay, because there is no next token to merge its value into
     min_window: ClassVar[int] = 1

@@ -23,8 +23,8 @@ class Policy:
     """Choose which cells to keep. A policy is a frozen dataclass of parameters that derives from this class.
 
     The constructor raises ValueError for parameters that cannot work. Fields `sinks` and `window` are
-    optional. A subclass may set `reads`, `n_query`, `n_future`, `n_skip`, `group`, `logn`, `t`, `prefill` and
-    `ragged` as a constant, a parameter or a property.
+    optional. A subclass may set `reads`, `n_query`, `n_future`, `n_skip`, `group`, `logn`, `t`, `prefill`,
+    `counts_queries` and `ragged` as a constant, a parameter or a property.
 
     Attributes
     ----------
@@ -59,6 +59,10 @@ class Policy:
     prefill
         How to read a prompt: "stream" (in batches, with a plan after each batch) or "whole"
         (decoded without evictions, then compressed once).
+    counts_queries
+        True if the policy needs the number of queries that have seen a token (`View.lived`), or the number of
+        tokens that a query has seen (`t`). A prompt longer than the context is then never read in segments,
+        because a query sees no tokens of earlier segments. Default: True if llama.cpp uses `t`.
     sums
         Fields of `View` whose sums over all plans are the state. The default `start` and `observe` use them.
     stores_score
@@ -138,6 +142,10 @@ class Policy:
     @property
     def prefill(self) -> str:
         return "stream"
+
+    @property
+    def counts_queries(self) -> bool:
+        return self.request().needs_t
 
     @property
     def ragged(self) -> bool:

@@ -3,7 +3,7 @@
 With `heads=adaptive`, the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
 arXiv:2407.11550). A layer keeps the highest scores of all its rows together, so some rows keep more tokens
 than others, and the budget is only an average over rows. Each row keeps at least `floor` (the paper's alpha)
-times an equal share.
+times an equal share, and at least one token.
 
 With `layers=adaptive`, the layers share their budgets (LAVa, Shen et al. 2025, arXiv:2509.09754). Each layer
 keeps its protected tokens. The remaining cells are divided among the layers in proportion to an entropy: the
@@ -125,7 +125,8 @@ class Ranked(Policy):
         first, recent = protected(view, self.n_keep, *self.exempt)
         n_keep = self._shares(view, scores, first, recent)
         floor = self.floor if self.heads == "adaptive" else 1.0
-        n_floor = (n_keep * floor).astype(np.int64)
+        # a row must not become empty
+        n_floor = np.maximum((n_keep * floor).astype(np.int64), 1)
         keep = np.empty(view.pos.shape, np.bool_)
         most = self.budget - self.slack
         keep_shared(view.pos, view.live, view.layer, scores, first, recent, n_keep, n_floor, most, keep)

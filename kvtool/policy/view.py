@@ -140,8 +140,8 @@ class ReconstructionPass:
 
     The model reads a request to repeat the text, then the reply header, then the chunk as if it were the
     reply. These tokens are removed from the cache afterwards. Signals are computed only in this pass. A
-    token's signals come from the queries of the chunk that repeats the token. Pinned and held tokens are not
-    repeated, so their signals are zero.
+    token's signals come from the queries of all these tokens, when its chunk is repeated. Pinned and held
+    tokens are not repeated, so their signals are zero.
 
     Attributes
     ----------
@@ -218,7 +218,7 @@ class View:
     layer
         i32[row]: layer of each row. Rows of one layer are adjacent.
     next
-        Position of the next token. The token at position p has lived next - p steps.
+        Position of the next token.
     pinned
         Number of first tokens that must stay (a chat's system prompt): the tokens with pos < pinned.
     n_new
@@ -230,6 +230,8 @@ class View:
         Number of newest tokens that must stay (the chat template's reply header).
     n_ctx
         Context length, which original positions cannot exceed; 0 if it is unknown.
+    in_segments
+        True for a prompt that was read in segments. Queries have not seen tokens of earlier segments.
     n_head
         i32[row]: number of query heads in each row's group, for a policy that reads HITS or FUTURE.
     attn, last, recent, squares, hits, highest
@@ -253,6 +255,7 @@ class View:
     live: np.ndarray = _ABSENT
     held: int = 0
     n_ctx: int = 0
+    in_segments: bool = False
     n_head: np.ndarray = _ABSENT
     attn: np.ndarray = _ABSENT
     last: np.ndarray = _ABSENT
@@ -287,5 +290,10 @@ class View:
 
     @property
     def lived(self) -> np.ndarray:
-        """f32[row, n_kv]: number of steps that each cell's token has lived, 1 for the newest."""
+        """f32[row, n_kv]: number of queries that have seen each cell's token, 1 for the newest.
+
+        A policy that uses it must set `counts_queries`. Raises ValueError for a prompt read in segments.
+        """
+        if self.in_segments:
+            raise ValueError("a prompt read in segments has no view.lived; set counts_queries = True")
         return (self.next - self.pos).astype(np.float32)

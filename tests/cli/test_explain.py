@@ -291,7 +291,7 @@ def test_explain_shows_the_real_budget_if_kept_is_true(tiny_model):
         assert engine.n_kv == 32
 
 
-def test_notice_mentions_no_segments_if_rows_share_a_budget(tiny_model, capsys):
+def test_notice_mentions_no_segments_if_there_can_be_none(tiny_model, capsys):
     policy = policies.fit("snapkv", 32, 8, ["heads=adaptive"])
     with open_engine(tiny_model(), policy, n_ctx=70) as engine:
         assert "It is read at once, in a cache" in long_text(engine, "prompt", 70)
@@ -303,6 +303,9 @@ def test_notice_mentions_no_segments_if_rows_share_a_budget(tiny_model, capsys):
         assert long_text(engine, "prompt", 71) == sentence
         explain_run(engine, "snapkv", "prompt", 71)
         assert "segment" not in capsys.readouterr().err
+    with open_engine(tiny_model(), policies.fit("roco", 32, 8), n_ctx=70, prefill="whole") as engine:
+        sentence = sentence.replace("rows that share a budget", "a policy that counts each token's queries")
+        assert long_text(engine, "prompt", 71) == sentence
 
 
 def test_notice_gives_the_mean_if_rows_share_a_budget(tiny_model):

@@ -10,9 +10,9 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine.whole_reader import WholeReader
-from kvtool.errors import KvtoolError, StreamEnd, UsageError
+from kvtool.errors import KvtoolError, PlanError, StreamEnd, UsageError
 from kvtool.policies.h2o import H2O
-from kvtool.policy import PER_CELL, Plan, Policy, Signal
+from kvtool.policy import PER_CELL, Plan, Policy, Ranked, Signal
 from tests.engine.exact_engines import (
     LOGIT_TOLERANCE,
     assert_continues_as_defined,
@@ -152,12 +152,18 @@ def test_signals_of_ragged_rows_equal_those_of_equal_rows(tiny_model, n):
             assert np.abs(actual - expected).max() < 1e-4, name
 
 
-def test_rows_that_share_a_budget_stream_prompts_beyond_the_context(tiny_model):
-    policy = policies.fit("snapkv", 48, 8, ["heads=adaptive"])
+@pytest.mark.parametrize("reason", ["rows share a budget", "the policy counts queries"])
+def test_prompt_that_cannot_be_read_in_segments_is_streamed(tiny_model, reason):
+    # `Whole` reads IMPORTANT, which depends on the number of tokens that a query has seen
+    share = reason == "rows share a budget"
+    policy = policies.fit("snapkv", 48, 8, ["heads=adaptive"]) if share else Whole(48, 8)
     with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy) as engine:
         assert engine.reads_whole(130)
         assert not engine.reads_whole(131)
         assert engine.read(random_tokens(131)) == 131
+
+
+def test_rows_that_share_a_budget_read_no_prompt_twice_beyond_the_context(tiny_model):
     policy = policies.fit("kvzip", 48, 8, ["heads=adaptive"])
     with (
         open_engine(tiny_model(n_ctx_train=330, n_head_kv=2), policy) as engine,
@@ -222,14 +228,48 @@ def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name
         assert_continues_as_defined(engine, whole, tokens[300:], lambda: evict(whole, name, policy))
 
 
+ENDED = "the prompt of 131 tokens is longer than the context of 130"
+COUNTS = f"{ENDED}, and a policy that counts each token's queries cannot read more in one piece; continue"
+
+
 @pytest.mark.parametrize(
-    ("positions", "options", "reason"),
-    [("original", [], ""), ("auto", ["heads=adaptive"], ", and rows that share")],
+    ("name", "positions", "options", "message"),
+    [
+        ("h2o", "original", [], f"{ENDED}; continue with --positions auto or in-cache, or with"),
+        ("h2o", "auto", ["heads=adaptive"], f"{ENDED}, and rows that share a budget cannot"),
+        ("h2o", "auto", ["score=mean"], f"{COUNTS} with --prefill stream$"),
+        ("cam", "auto", ["score=average"], COUNTS),
+        ("roco", "auto", [], COUNTS),
+        ("weightedkv", "auto", ["merge=false"], COUNTS),
+        ("scissorhands", "auto", [], COUNTS),
+        ("buzz", "auto", ["logn=true"], COUNTS),
+    ],
 )
-def test_whole_read_beyond_the_context_ends_the_stream(tiny_model, positions, options, reason):
-    policy, path = policies.fit("h2o", 48, 8, options), tiny_model(n_ctx_train=130)
+def test_whole_read_beyond_the_context_ends_the_stream(tiny_model, name, positions, options, message):
+    policy, path = policies.fit(name, 48, 8, options), tiny_model(n_ctx_train=130)
     with open_engine(path, policy, positions=positions, prefill="whole") as engine:
-        with pytest.raises(StreamEnd, match=f"131 tokens is longer than the context of 130{reason}"):
+        with pytest.raises(StreamEnd, match=message):
+            engine.read(random_tokens(131))
+        assert engine.read(random_tokens(130)) == 130
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetful(Ranked):
+    """Policy that divides by `View.lived`, but does not set `counts_queries`."""
+
+    budget: int
+    slack: int
+
+    reads = Signal.ATTENTION
+    sums = ("attn",)
+
+    def scores(self, view, state):
+        return state[0][:, : view.n_kv] / view.lived
+
+
+def test_policy_that_forgets_counts_queries_is_told_so(tiny_model):
+    with open_engine(tiny_model(n_ctx_train=130), Forgetful(48, 8), prefill="whole") as engine:
+        with pytest.raises(PlanError, match="no view.lived; set counts_queries = True"):
             engine.read(random_tokens(131))
         assert engine.read(random_tokens(130)) == 130
 
@@ -330,23 +370,6 @@ def test_failed_plan_of_a_prompt_leaves_an_empty_usable_cache(tiny_model, error)
                 (live_positions(engine), engine.state[0].tolist(), engine.context.logits().tolist())
             )
     assert states[0] == states[1]
-
-
-def test_important_counts_stream_tokens_in_every_segment(tiny_model):
-    # IMPORTANT of a key is the number of tokens up to the last query to which the key was important. In each
-    # segment, some key is important to the last query, so the maximum is the end of the segment
-    tokens, policy = random_tokens(300), Whole(48, 8)
-    with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
-        engine.read(tokens)
-    (view,) = policy.views
-    order = view.pos.argsort(axis=1)
-    important = np.take_along_axis(view.important, order, axis=1)
-    assert important.dtype == np.int32
-    for first, end in ((0, 100), (100, 200), (200, 300)):
-        part = important[:, first:end]
-        assert part.max() == end
-        # a key is important only to queries that are not older than the key
-        assert (part[part > 0] > np.broadcast_to(np.arange(first, end), part.shape)[part > 0]).all()
 
 
 @pytest.mark.parametrize(

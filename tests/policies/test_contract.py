@@ -2,12 +2,13 @@
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
 import pytest
 from fake_cache import Cache, kept_positions
+from test_policies import CASES
 
 from kvtool import policies
 from kvtool.errors import UsageError
@@ -93,6 +94,19 @@ def test_does_not_change_the_view(name):
     policy.plan(view, cache.state)
     for array, copy in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array, copy)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_only_policies_that_count_queries_use_lived(name, options):
+    policy = policies.fit(name, 40, 8, options)
+    cache = Cache(2, 2, 60, policy, 0, twin=False)
+    cache.grow(60)
+    view = replace(cache.view(), in_segments=True)
+    if policy.counts_queries and not policy.request().needs_t:
+        with pytest.raises(ValueError, match="has no view.lived"):
+            policy.compress(view)
+    else:
+        policy.compress(view)
 
 
 @every_policy_with_state

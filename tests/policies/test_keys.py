@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from fake_cache import view_of
 
+from kvtool import policies
+from kvtool.errors import PlanError
 from kvtool.policies.keydiff import KeyDiff
 from kvtool.policies.knorm import Knorm
+from tests.engine.exact_engines import open_engine, random_tokens
 
 
 def state_and_plan(policy, keys, batches):
@@ -50,6 +53,21 @@ def test_keydiff_keeps_the_keys_with_the_lowest_cosine():
     _, positions = state_and_plan(KeyDiff(40, 20, sinks=0), keys.tolist(), [40])
     different = set(np.argsort(cosine[:39])[:19].tolist())
     assert set(positions) == different | {39}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_key_that_is_not_finite_ends_the_stream(tiny_model, monkeypatch, value):
+    with open_engine(tiny_model(), policies.fit("keydiff", 48, 8)) as engine:
+        read_keys = engine.context.read_keys
+
+        def read(first, delta):
+            keys = read_keys(first, delta)
+            keys[1, 7, 3] = value
+            return keys
+
+        monkeypatch.setattr(engine.context, "read_keys", read)
+        with pytest.raises(PlanError, match="the model's keys are not finite; the model file may be damaged"):
+            engine.read(random_tokens(60))
 
 
 def test_key_of_zeros_is_similar_to_no_key():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from fake_cache import Cache
+from fake_cache import Cache, view_of
 
 from kvtool import policies
 from kvtool.errors import UsageError
@@ -94,6 +94,13 @@ def test_layers_hold_their_budget_and_rows_stay_within_their_limits(name):
     assert differ == (name != "kvzip"), name
 
 
+def test_row_with_the_lowest_scores_keeps_at_least_one_token():
+    policy = policies.fit("h2o", 10, 2, ["heads=adaptive", "floor=0", "window=0"])
+    attention = np.repeat(np.array([[1], [0]], np.float32), 20, axis=1)
+    view = view_of([range(20)] * 2, live=np.full(2, 20, np.int32), attn=attention)
+    assert policy.plan(view, (attention,)).keep.sum(axis=1).tolist() == [15, 1]
+
+
 @every_sharing_policy
 def test_requested_budget_is_the_mean_over_rows(name):
     equal, shared = (
@@ -144,6 +151,16 @@ def test_layer_entropy_covers_unprotected_tokens_of_all_its_rows():
     assert entropy[0] == pytest.approx(entropy_of([1, 2, 3, 4, 0]))
     layer_entropy(pos, live, layer, score, 3, 4, entropy)
     assert entropy.tolist()[2:] == [1, 1]
+
+
+def test_layer_entropy_of_a_single_positive_score_is_not_negative():
+    score = np.zeros((1000, 40), np.float32)
+    score[:, 5] = np.random.default_rng(0).random(1000)
+    pos = np.tile(np.arange(40, dtype=np.int32), (1000, 1))
+    live, layer, entropy = np.full(1000, 40, np.int32), np.arange(1000, dtype=np.int32), np.empty(1000)
+    layer_entropy(pos, live, layer, score, 0, 40, entropy)
+    assert (entropy >= 0).all()
+    assert (entropy < 1e-12).all()
 
 
 def test_apportion_follows_weights_and_limits():

@@ -114,7 +114,7 @@ def keep_shared(scores, first, recent, n_keep, floor, most):
     met, the token with the lowest score in all rows is evicted. If several tokens have this score, the oldest
     is evicted. If these are equally old, the token in the last row is evicted. Only tokens from `first` up to
     `recent` are evicted. A row that has no more than `floor` * n_keep tokens does not evict (the safeguard of
-    kvpress).
+    kvpress), and neither does a row that has only one token.
     """
     alive = [sorted(row) for row in scores]
     lowest = lambda row: min(  # noqa: E731
@@ -127,7 +127,8 @@ def keep_shared(scores, first, recent, n_keep, floor, most):
         may = [
             row
             for row, positions in enumerate(alive)
-            if len(positions) > int(floor * n_keep) and any(first <= pos < recent for pos in positions)
+            if len(positions) > max(int(floor * n_keep), 1)
+            and any(first <= pos < recent for pos in positions)
         ]
         if not may:
             break

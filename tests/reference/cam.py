@@ -17,7 +17,7 @@ CASES = [
 def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator, seed):
     positions, merges = [], []
     for row in rows:
-        attention = {t["pos"]: _score(t, next, score) for t in row}
+        attention = {t["pos"]: _score(t, score) for t in row}
         evicted = [pos for pos in attention if pos >= max(sinks, pinned)][
             : max(len(row) - (budget - slack), 0)
         ]
@@ -36,10 +36,10 @@ def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator,
     return positions, merges
 
 
-def _score(token, next, score):
+def _score(token, score):
     if score == "last":
         return token["last"]
-    return token["mass"] / (next - token["pos"]) if score == "average" else token["mass"]
+    return token["mass"] / len(token["seen"]) if score == "average" else token["mass"]
 
 
 def _probability(score, right):

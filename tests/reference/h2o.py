@@ -38,9 +38,8 @@ def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_be
             {pos: sum((row_scores[pos] for row_scores in scores), np.float32(0)) for pos in scores[0]}
         ] * len(rows)
     if score == "mean":
-        scores = [
-            {pos: mass / np.float32(next - pos) for pos, mass in row_scores.items()} for row_scores in scores
-        ]
+        n_seen = {token["pos"]: np.float32(len(token["seen"])) for row in rows for token in row}
+        scores = [{pos: mass / n_seen[pos] for pos, mass in row_scores.items()} for row_scores in scores]
     return keep_ranked(scores, ends(next=next, **options))
 
 

@@ -17,7 +17,7 @@ def keep(rows, *, next, pinned, budget, slack, window, sinks, merge):
 
 def _keep(row, next, first, n_keep, window):
     recent = next - min(window, n_keep - first)
-    average = {t["pos"]: np.float32(t["mass"]) / np.float32(next - t["pos"]) for t in row}
+    average = {t["pos"]: np.float32(t["mass"]) / np.float32(len(t["seen"])) for t in row}
     value = {pos: {pos: 1.0} for pos in average}
     while len(value) > n_keep:
         alive = sorted(value)
