@@ -80,6 +80,9 @@ class Conversation:
         Identifier of the chat; `reset` starts another chat with another id.
     version
         Number that increases with every change of the chat.
+    begun
+        `version` when this chat began, was reset or was loaded. Undoing a reset or a load restores the number
+        from before. A chat that is loaded again keeps its `id`, but has another `begun`.
     system
         System prompt, which is never evicted.
     is_pinned
@@ -221,6 +224,7 @@ class Conversation:
         """Start another chat with an empty cache. To make this undoable, call `remember` first."""
         self.writer.reset()
         self.version += 1
+        self.begun = self.version
         self.id = secrets.token_hex(8)
         self._set_system(system)
 
@@ -527,6 +531,7 @@ class Conversation:
         """
         self.writer.engine.restore(arrays)
         self.version += 1
+        self.begun = self.version
         self.writer.restore(meta["writer"], arrays["tokens"], seed)
         self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
         # sessions of earlier versions have no id
@@ -569,6 +574,7 @@ class Conversation:
         if isinstance(before, Copy):
             saved = session.load(before.file, "the copy of the chat", before.archive)
             self._restore_with_thinking(*saved)
+            self.begun = before.begun
             return
         self.writer.rewind(before.n_past, before.writer, again=True)
         self.version += 1
@@ -582,12 +588,12 @@ class Conversation:
         """
         if self.undoable:
             with suppress(OSError):
-                self.undo_stack.push(Copy(command, *self._files()))
+                self.undo_stack.push(Copy(command, *self._files(), self.begun))
                 return True
             # the disk may have no room
             self.undo_stack.drop_copies()
             with suppress(OSError):
-                self.undo_stack.push(Copy(command, *self._files()))
+                self.undo_stack.push(Copy(command, *self._files(), self.begun))
                 return True
             self._archive_file.close()
         # without a copy, undo cannot reach the ends of turns

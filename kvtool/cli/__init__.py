@@ -122,9 +122,11 @@ def _plainly(error: Any) -> str:
     if isinstance(error, CLICK.NoSuchOption):
         name, params = error.option_name, error.ctx.command.get_params(error.ctx)
         known = {each.lstrip("-"): each for param in params for each in param.opts if each.startswith("--")}
-        hint = suggestion(name.lstrip("-"), known, known) if name.startswith("--") else ""
-        line = f"no such option: {name}"
-        return f"{line}.{hint}" if hint else line + near.option_advice(name, error.ctx.command)
+        line, advice = f"no such option: {name}", near.option_advice(name, error.ctx.command)
+        if advice or not name.startswith("--"):
+            return line + advice
+        hint = suggestion(name.lstrip("-"), known, known)
+        return f"{line}.{hint}" if hint else line
     if isinstance(error, CLICK.MissingParameter) and param:
         return f"{param.metavar or param.human_readable_name} is missing"
     if isinstance(error, CLICK.BadOptionUsage) and error.ctx:

@@ -179,10 +179,10 @@ def _share(engine: Engine, n_kept: int, n: int) -> str:
     place = archive.file or "host memory"
     if (n_lost := n - n_kept - archive.n_max) > 0:
         return (
-            f"{kept} stay in the cache, {archive.n_max:,} fit into {place} and are still used, and the "
-            f"oldest {n_lost:,} are forgotten (--archive sets that)"
+            f"at most {kept} stay in the cache, {archive.n_max:,} fit into {place} and are still used, and "
+            f"the oldest {n_lost:,} are forgotten (--archive sets that)"
         )
-    return f"{kept} stay in the cache, the others go to {place} and are still used"
+    return f"at most {kept} stay in the cache, the others go to {place} and are still used"
 
 
 def spare_line(engine: Engine) -> str | None:

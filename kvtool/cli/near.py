@@ -115,9 +115,12 @@ def translated(context: Any, args: Sequence[str]) -> list[str]:
 def option_advice(name: str, command: Any) -> str:
     """Return advice about an unknown option, or "".
 
-    There is advice for -o in `compare`, for -f if the file is an argument, and for the start of an argument
-    such as "-5 + 3 = ?". name: the unknown option. command: the command that refused it.
+    There is advice for -o in `compare`, for --session in `generate`, for -f if the file is an argument, and
+    for the start of an argument such as "-5 + 3 = ?". name: the unknown option. command: the command that
+    refused it.
     """
+    if name == "--session" and command.name == "generate":
+        return "; chats have sessions: `echo PROMPT | kvtool chat --session FILE`"
     if name in ("-o", "--option") and command.name == "compare":
         return "; write parameters after their policy, as in --policies h2o:window=64"
     arguments = [param.name for param in command.params if param.param_type_name == "argument"]

@@ -175,8 +175,8 @@ class PolicyCache:
         room = self.policy.n_keep - 1
         if self.policy.pinnable(n) > room:
             raise UsageError(
-                f"the pinned text has {n} tokens, and a budget of {self.policy.n_asked} has room for {room}; "
-                f"{self._more_room(n + self.policy.slack + 64)}, or a shorter text"
+                f"the pinned text has {n:,} tokens, and a budget of {self.policy.n_asked:,} has room for "
+                f"{room:,}; {self._more_room(n + self.policy.slack + 64)}, or a shorter text"
             )
 
     def pin(self, n: int) -> None:
@@ -196,7 +196,7 @@ class PolicyCache:
         if not self.policy.evicts:
             # the budget is the context, which may already be as long as the model was trained for
             return "choose another policy, such as --policy recall"
-        return f"choose a larger budget ({budget} is enough)" if budget else "choose a larger budget"
+        return f"choose a larger budget ({budget:,} is enough)" if budget else "choose a larger budget"
 
     def hold(self, n: int) -> None:
         """Keep the newest n tokens at every eviction. Raises UsageError if n is too large."""
@@ -205,7 +205,7 @@ class PolicyCache:
             # if this budget allows no more pinned tokens, a larger budget may pin more of the same text
             n_text = sys.maxsize if n_pinned == policy.pinnable(n_pinned + 1) else n_pinned
             raise UsageError(
-                f"a budget of {policy.n_asked} is too small: the first {max(n_pinned, sinks)} tokens and "
+                f"a budget of {policy.n_asked:,} is too small: the first {max(n_pinned, sinks):,} tokens and "
                 f"the {n} tokens of the chat template before a reply must stay in the cache; "
                 f"{self._more_room(self.smallest_budget and self.smallest_budget(n_text, n))}"
             )

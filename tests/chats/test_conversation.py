@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import tempfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1020,3 +1022,14 @@ def test_every_kind_of_policy_can_chat(chat, policy):
     # corm decides for itself how much to keep, so it may evict nothing
     assert engine.n_evicted > 0 or policy in ("full", "corm")
     assert len([message for message in talk.messages if message["role"] == "assistant"]) == 3
+
+
+def test_stats_say_which_draft_tokens_are_counted(chat, monkeypatch):
+    talk = chat(policy="local", budget=48)
+    terminal = Terminal(talk, None, "local")
+    out = io.StringIO()
+    terminal.console = Console(file=out, width=100)
+    monkeypatch.setattr(talk.writer, "drafter", SimpleNamespace(n_accepted=1200, n_drafted=1300))
+    Commands(terminal).run("/stats")
+    shown = re.sub(" +", " ", out.getvalue())
+    assert "accepted 1,200 of 1,300 draft tokens since the start (--draft)\n" in shown

@@ -707,3 +707,21 @@ def test_file_without_read_permission_is_reported_as_no_session(monkeypatch, tmp
     # root may read all files, so the test replaces the check of permissions
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     assert_one_line(run_kvtool(*command, tmp_path / "chat.kv"), 9, "chat.kv is not a kvtool session")
+
+
+def test_only_a_typed_system_prompt_counts_for_an_earlier_chat(chat_model, talk, tmp_path):
+    path, new, other = (tmp_path / name for name in ("chat.kvs", "new.kvs", "other.kvs"))
+    talk(TURNS[:1], *FIRST)
+    (tmp_path / "text").write_text("Be brief.")
+    for env in ({"KVTOOL_CHAT_SYSTEM": "Be brief."}, {"KVTOOL_CHAT_SYSTEM_FILE": str(tmp_path / "text")}):
+        done = run_kvtool("chat", "--session", path, "-n", 4, stdin=f"{TURNS[1]}\n", env=env)
+        assert done.returncode == 0, done.stderr
+    env = {"KVTOOL_CHAT_SYSTEM": "Be brief."}
+    assert [message["role"] for message in exported(path)] == ["user", "assistant"] * 3
+    assert run_kvtool("chat", "--session", new, "--reread", path, "-t", 1, env=env).returncode == 0
+    assert exported(new) == exported(path)
+    done = run_kvtool("chat", "--session", path, "--system", "Be long.", env=env)
+    assert_one_line(done, 9, "has another system prompt; leave --system out, or ")
+    # a new chat takes it
+    assert run_kvtool(*_words(chat_model, other), stdin="one\n", env=env).returncode == 0
+    assert session.read_meta(other)["system"] == "Be brief."

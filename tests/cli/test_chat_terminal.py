@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 
 import pytest
 
@@ -379,3 +380,86 @@ def test_chat_warns_if_the_template_cuts_the_system_prompt(tmp_path):
         assert words in chat.text
         assert words in chat.say("/system Be long.")
         chat.leave()
+
+
+def _edit_last(chat):
+    chat.type("/edit-last\r")
+    chat.wait_for("press Ctrl-C to keep it\n\n> ")
+    chat.say(" again")
+
+
+@pytest.mark.parametrize("end", ["left", "ended", "killed"])
+def test_undo_after_load_of_an_older_copy_leaves_the_session_as_it_is(terminal, chat_kv, tmp_path, end):
+    copy = shutil.copy(chat_kv, tmp_path / "copy.kv")
+    chat = terminal("--session", chat_kv)
+    chat.say("turn 4")
+    saved = chat_kv.read_bytes()
+    chat.say(f"/load {copy}")
+    for n in (3, 2):
+        message = chat.say("/undo")
+        assert f"the chat has {n} turns" in message
+        assert message.endswith(f"{chat_kv} holds the previous chat until the next reply")
+        assert chat_kv.read_bytes() == saved
+    if end == "left":
+        chat.leave()
+    else:
+        chat.process.send_signal(signal.SIGTERM if end == "ended" else signal.SIGKILL)
+        chat.process.wait()
+    assert chat_kv.read_bytes() == saved
+    resumed = terminal("--session", chat_kv)
+    assert "continuing after 5 turns" in resumed.text
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (lambda chat: chat.say("/undo") + chat.say("five"), [*FOUR[:3], "five"]),
+        (lambda chat: chat.say("/retry"), FOUR),
+        (_edit_last, [*FOUR[:3], "turn 3 again"]),
+        (lambda chat: chat.say("/reset") + chat.say("five"), ["five"]),
+    ],
+    ids=["undo", "retry", "edit-last", "reset"],
+)
+def test_first_reply_after_load_of_an_older_copy_sets_the_newer_chat_aside(
+    terminal, chat_kv, tmp_path, act, expected
+):
+    copy = shutil.copy(chat_kv, tmp_path / "copy.kv")
+    chat = terminal("--session", chat_kv)
+    chat.say("turn 4")
+    saved = chat_kv.read_bytes()
+    chat.say(f"/load {copy}")
+    act(chat)
+    chat.kill()
+    assert user_messages(chat_kv) == expected
+    assert chat_kv.with_name("chat.kv.1").read_bytes() == saved
+    assert user_messages(copy) == FOUR
+
+
+def test_many_loads_keep_the_session_from_being_overwritten(terminal, chat_kv, tmp_path):
+    copy = shutil.copy(chat_kv, tmp_path / "copy.kv")
+    chat = terminal("--session", chat_kv)
+    chat.say("turn 4")
+    saved = chat_kv.read_bytes()
+    # the oldest copies are dropped, so /undo cannot go back to the chat in the session
+    for _ in range(MAX_COPIES + 1):
+        chat.say(f"/load {copy}")
+    for _ in range(MAX_COPIES):
+        assert "the oldest of them /load" in chat.say("/undo 5")
+    assert "the chat has 3 turns" in chat.say("/undo")
+    assert chat_kv.read_bytes() == saved
+    chat.leave()
+
+
+def test_undo_keeps_a_set_aside_file_that_was_loaded(terminal, chat_kv):
+    spare = chat_kv.with_name("chat.kv.1")
+    chat = terminal("--session", chat_kv)
+    chat.say("/reset")
+    chat.say("five")
+    assert user_messages(spare) == FOUR
+    chat.say(f"/load {spare}")
+    chat.say("six")
+    for n_turn in (4, 3):
+        assert f"the chat has {n_turn} turns" in chat.say("/undo")
+    chat.leave()
+    assert user_messages(chat_kv) == FOUR[:3]
+    assert user_messages(spare) == FOUR

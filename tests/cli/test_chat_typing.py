@@ -850,3 +850,16 @@ def test_resized_narrow_window_keeps_each_line_once(terminal):
     chat.resize(50, 16)
     chat.say("and again")
     assert chat.text.count("hello there") == chat.text.count("and again") == 1
+
+
+def test_dumb_terminal_shows_the_last_turn_and_sends_only_what_is_typed(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path, env={"TERM": "dumb"})
+    chat.say("one")
+    assert chat.say("/edit-last").endswith("press Ctrl-C to keep it\ntype it again, with your changes:\none")
+    assert chat.say("") == "the last turn is unchanged"
+    assert user_messages(path) == ["one"]
+    chat.say("/edit-last")
+    chat.say("two")
+    assert user_messages(path) == ["two"]
+    chat.leave()

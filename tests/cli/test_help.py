@@ -181,6 +181,10 @@ def test_command_groups_do_not_list_completion_options():
         (["perplexity", "-f", "x"], "no such option: -f; name the file without -f; `kvtool perplexity -h` "),
         (["compare", "--file=x"], "no such option: --file; name the file without --file; "),
         (["chat", "-f", "x"], "no such option: -f; `kvtool chat -h` "),
+        (
+            ["generate", "--session", "a.kv", "hi"],
+            "no such option: --session; chats have sessions: `echo PROMPT | kvtool chat --session FILE`; ",
+        ),
         (["chat", "--temperatur", "1"], "no such option: --temperatur; `kvtool chat -h` "),
         (["models", "pull"], "MODEL is missing; `kvtool models pull -h` lists its options"),
         (["inspect", "--snapshots", "0"], "--snapshots must be in 1..255, got 0\n"),

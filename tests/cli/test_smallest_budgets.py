@@ -80,6 +80,15 @@ def test_budget_named_for_a_pinned_text_works(tiny_model, name):
         engine.pin(100)
 
 
+def test_counts_of_a_refused_text_have_separators(tiny_model):
+    path = tiny_model(n_head_kv=1, n_ctx_train=4096)
+    with (
+        open_engine(path, policies.fit("h2o", 1024, 64)) as engine,
+        pytest.raises(UsageError, match=r" 2,000 tokens, and a budget of 1,024 .* \(2,1[0-9]{2} is enough\)"),
+    ):
+        engine.pin(2000)
+
+
 @pytest.mark.parametrize("policy", ["recall", "streamingllm", "h2o"])
 @pytest.mark.parametrize("system", [None, "word " * 9])
 def test_budget_named_for_a_chat_is_the_smallest_that_works(talker, policy, system):

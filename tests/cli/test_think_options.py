@@ -213,7 +213,7 @@ def test_think_in_a_chat_shows_and_changes_the_effort(models, tmp_path):
         assert chat.say("/set think_budget -1") == "think_budget  no limit"
         assert chat.say("/think default").endswith(f"think  (the model's own); {efforts}")
         # the test has set no system prompt, and the model's template has its own
-        line = "none was given; the model's chat template brings its own"
+        line = "none was given; the model's chat template brings its own, which may be evicted"
         assert chat.say("/show system") == chat.say("/system") == line
         chat.say("/system Be brief.")
         assert chat.say("/show system") == "Be brief."

@@ -127,10 +127,11 @@ def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model,
 def test_message_says_how_a_long_prompt_is_read(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
         message = long_text(engine, "prompt", 300)
-    assert "the others go to host memory and are still used. It is read at once, in a cache of" in message
+    assert ": at most 48 of them (16 %) stay in the cache, the others go to host memory" in message
+    assert " and are still used. It is read at once, in a cache of" in message
     with open_engine(tiny_model(n_head_kv=2), fit(), archive=100) as engine:
         message = long_text(engine, "prompt", 300)
     assert (
-        " stay in the cache, 100 fit into host memory and are still used, and the oldest 152 are forgotten "
-        "(--archive sets that)"
+        ": at most 48 of them (16 %) stay in the cache, 100 fit into host memory and are still used, and "
+        "the oldest 152 are forgotten (--archive sets that)"
     ) in message

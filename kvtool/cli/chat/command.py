@@ -74,7 +74,7 @@ def chat(
     typed_run: ChatOptions,
 ) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
-    run, system_prompt = of_model(typed_run, model_name), system.text()
+    run = of_model(typed_run, model_name)
     read = [("--system-file", system.system_file), *files_read(run)]
     check_apart(*_written(args), ("--reread", args.reread), read=read)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -99,6 +99,9 @@ def chat(
 
             earlier, its_model = read_messages(args.reread)
             run = run.resumed({"model": its_model}) if its_model else run
+        # an earlier chat has its own system prompt, so that of the config file or of a variable is ignored
+        is_new = saved is None and earlier is None
+        system_prompt = system.text() if is_new or system.typed else None
         if is_terminal:
             # importing this module takes as long as loading a small model, so do both at the same time
             Thread(target=import_module, args=["kvtool.cli.chat.terminal"], daemon=True).start()

@@ -68,7 +68,8 @@ class ChatFiles:
         # result of `_comparable` for the chat that the file at `path` holds
         self._saved: Meta | None = None
         self._archive_file = archive_file.ArchiveFile(path)
-        self._set_aside: list[Path] = []
+        # files to which chats were moved, each with `Conversation.begun` of its chat
+        self._set_aside: dict[Path, int] = {}
         chat.open_saved = self._open_saved
 
     @property
@@ -230,8 +231,7 @@ class ChatFiles:
 
     def _replace_own(self, path: Path, undone: bool) -> None:
         aside = None
-        is_undone = undone and self._saved is not None and self._saved["id"] == self.chat.id
-        if self.has_previous and not is_undone and path.exists():
+        if self.has_previous and not (undone and self._is_present) and path.exists():
             try:
                 self._archive_file.open()
                 self._archive_file.finish_rename()
@@ -247,35 +247,44 @@ class ChatFiles:
         self.previous_path = aside
         if undone:
             self._drop_recovered()
-        if aside:
-            self._set_aside.append(aside)
+        if aside and self._saved:
+            self._set_aside[aside] = self._saved["begun"]
 
     def _holds_earlier_chat(self, path: Path) -> bool:
         """Return True if the session file holds an earlier chat, to which the user may return with undos.
 
         Return False if the file holds the present chat, perhaps with turns that were undone since.
         """
-        is_ours = self._saved is not None and self._saved["id"] == self.chat.id
-        return self.has_previous and not is_ours and path.exists() and not any(self._recovered())
+        return self.has_previous and not self._is_present and path.exists() and not any(self._recovered())
+
+    @property
+    def _is_present(self) -> bool:
+        """True if the session file holds the present chat, perhaps with other turns.
+
+        The `id` does not tell: if the user loads an older copy of the chat in the file, it is the same.
+        """
+        return self._saved is not None and self._saved["begun"] == self.chat.begun
 
     def _recovered(self) -> Iterator[Path]:
-        """Yield the files among FILE.1, FILE.2, ... whose turns are all in the chat again."""
-        for spare in list(self._set_aside):
+        """Yield the files among FILE.1, FILE.2, ... to whose chats the user has returned with undos."""
+        for spare, begun in list(self._set_aside.items()):
             with suppress(OSError, SessionError):
-                if not self._would_lose(session.read_meta(spare)):
+                if begun == self.chat.begun and not self._would_lose(session.read_meta(spare)):
                     yield spare
 
     def _drop_recovered(self) -> None:
         """Delete the files of `_recovered`."""
         for spare in self._recovered():
-            self._set_aside.remove(spare)
+            del self._set_aside[spare]
             with suppress(OSError, SessionError):
                 session.delete(spare)
                 self.recovered.append(spare)
 
     def _comparable(self) -> Meta:
         """Return values of the present chat, in the form that `_would_lose` takes."""
-        return {"id": self.chat.id, "n_turn": self.chat.n_turn, "messages": list(self.chat.messages)}
+        chat = self.chat
+        messages = list(chat.messages)
+        return {"id": chat.id, "begun": chat.begun, "n_turn": chat.n_turn, "messages": messages}
 
     def _write(self, path: Path) -> None:
         """Write the chat to a session. Raises SessionError."""

@@ -83,7 +83,7 @@ def stats(terminal: Terminal) -> None:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
     if writer.n_drafted:
         right = f"{writer.n_accepted:,} of {writer.n_drafted:,} draft tokens"
-        rows["accepted"] = f"{right} (--draft)"
+        rows["accepted"] = f"{right} since the start (--draft)"
     two_columns(terminal, rows)
 
 
@@ -103,6 +103,8 @@ def show(terminal: Terminal, name: str) -> None:
 def system(terminal: Terminal) -> None:
     chat = terminal.conversation
     own = "none was given; the model's chat template brings its own"
+    if terminal.engine.policy.evicts:
+        own += ", which may be evicted"
     none = own if chat.template.has_own_system else "(none)"
     terminal.console.print(chat.system or none)
 

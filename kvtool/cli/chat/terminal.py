@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prompt_toolkit.utils import is_dumb_terminal
+
 from kvtool.cli.chat.files import turns
 from kvtool.cli.chat.input import Prompt, meant
 from kvtool.cli.chat.screen import Terminal
@@ -64,6 +66,10 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     # they would be appended to the default text
     if default and prompt.forget():
         terminal.note("the text that you typed ahead was dropped")
+    if default and is_dumb_terminal():
+        # such a terminal would not show a text at the prompt, and would send it with the typed text
+        terminal.note(f"type it again, with your changes:\n{default}")
+        default = ""
     while True:
         try:
             return prompt.ask(default)
