@@ -288,12 +288,9 @@ def test_refusal_names_the_context_if_it_sets_the_budget(talk):
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
+        ("--policy full -c 200", "raise --ctx-size, or choose another policy, such as --policy recall"),
         (
-            ["--policy", "full", "-c", 200],
-            "raise --ctx-size, or choose another policy, such as --policy recall",
-        ),
-        (
-            ["--policy", "h2o", "--budget", 96, "--positions", "original", "-c", 200],
+            "--policy h2o --budget 96 --positions original -c 200",
             "continue with --positions auto or in-cache",
         ),
     ],
@@ -302,10 +299,10 @@ def test_refusal_names_the_context_if_it_sets_the_budget(talk):
 def test_full_session_advises_a_new_session(talk, tmp_path, options, advice):
     path = tmp_path / "chat.kvs"
     long = "many words " * 40
-    first = talk([long], *options)
+    first = talk([long], *options.split())
     # nothing is saved yet, so other options work
     assert first.stderr.endswith(f"; {advice}\n")
-    assert talk(TURNS[:1], *options).returncode == 0
+    assert talk(TURNS[:1], *options.split()).returncode == 0
     done = talk([long])
     assert (first.returncode, done.returncode) == (6, 6)
     reread_advice = f"`--reread {path} --session NEW.kv` reads this chat's text again\n"

@@ -93,15 +93,9 @@ WRONG_VALUES = [
     ("perplexity tide.txt --policy ./nowhere.py", "no policy file nowhere.py"),
     ("perplexity tide.txt --policy tide.txt", "is not a policy; the file of a policy ends in .py"),
     ("perplexity tide.txt --policy no/such.txt", "no/such.txt is not a policy; the file of a"),
-    (
-        "perplexity tide.txt --policy h2o --archive-type q8_0",
-        "`h2o` has no archive; leave out --archive-type",
-    ),
+    ("perplexity tide.txt --policy h2o --archive-type q8_0", "`h2o` has no archive; leave out"),
     ("chat --policy full --archive 9", "`full` has no archive; leave out --archive, or"),
-    (
-        "inspect tide.txt --policy tova --archive-type f16 --archive 9",
-        "leave out --archive and --archive-type",
-    ),
+    ("inspect tide.txt --policy tova --archive-type f16 --archive 9", "leave out --archive and"),
     ("generate -p x --prefill half", "prefill must be stream, whole or exact"),
     ("generate x --logprobs 2", "kvtool: --logprobs needs --json\n"),
     ("chat --system a --system-file /dev/null", "--system and --system-file are both given; leave out "),

@@ -442,11 +442,7 @@ def test_wonderwords_is_needed_only_for_tasks_with_words():
         ([], ["tasks=niah_single_2", "essays={tmp}/empty"], "no text in"),
         ([], ["tasks=qa_1", "squad={tmp}/none"], "cannot read"),
         ([], ["tasks=qa_1", f"squad={DATA / 'qmsum.jsonl'}"], "has a layout that ruler's qa_1 does not know"),
-        (
-            [],
-            ["tasks=qa_2", f"hotpotqa={DATA / 'squad.json'}"],
-            "has a layout that ruler's qa_2 does not know",
-        ),
+        ([], ["tasks=qa_2", f"hotpotqa={DATA / 'squad.json'}"], "has a layout that ruler's qa_2 does not"),
     ],
 )
 @pytest.mark.usefixtures("listed")
