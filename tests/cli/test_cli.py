@@ -50,6 +50,7 @@ def loaded_by_help():
         "import contextlib, io, json, sys\n"
         "from kvtool.cli import app\n"
         "heavy = {'numba', 'numpy', 'gguf', 'kvtool_llama', 'llama_cpp', 'jinja2', 'huggingface_hub'}\n"
+        "heavy.add('rich.table')\n"
         "found = {}\n"
         "for command in sys.argv[1:]:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"

@@ -893,9 +893,3 @@ def test_show_device_reports_what_fits_on_the_gpu(talker, size, n_layer, message
     output = run_kvtool("models", "show", talker, "--device", size).stdout
     assert f"a GPU of {size[0]}.0 GiB" in output
     assert message in output
-
-
-def test_command_line_starts_without_heavy_imports():
-    code = "import sys, kvtool.cli.models; print({'numpy', 'gguf', 'rich.table'} & set(sys.modules))"
-    done = fork_server.run_python("-c", code, check=True)
-    assert done.stdout == "set()\n"
