@@ -36,8 +36,8 @@ CHATML = (
 
 def write_llama(
     path, *, n_layer=2, n_head=4, n_head_kv=2, head_dim=32, n_ff=64, n_vocab=320, n_ctx_train=1024,
-    rope="norm", tied=False, letters=False, chat_template=None, yarn=None, space_prefix=False, add_bos=False, arch=None,
-    seed=0, key_bias=0.0, control=(),
+    rope="norm", tied=False, letters=False, chat_template=None, yarn=None, space_prefix=False, add_bos=False,
+    arch=None, seed=0, key_bias=0.0, control=(),
 ):  # fmt: skip
     """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 

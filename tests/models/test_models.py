@@ -267,8 +267,7 @@ def test_chunks_are_joined_in_the_order_of_their_names(use_registry, pip):
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [(DATA[:-1] + b"!", "sha256 .* instead of"), (DATA[:-1], "bytes instead of")],
+    ("data", "message"), [(DATA[:-1] + b"!", "sha256 .* instead of"), (DATA[:-1], "bytes instead of")]
 )
 def test_download_with_wrong_size_or_hash_is_not_kept(folder, use_registry, pip, data, message):
     pip({"tiny.gguf": data})

@@ -124,11 +124,7 @@ def test_calls_and_results_of_all_clients_are_normalized():
         result("Snow.", tool_call_id=""),
     )
     assert reply["tool_calls"] == [
-        {
-            "id": f"call_{n + 1}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        {"id": f"call_{n + 1}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for n, (name, arguments) in enumerate(
             [("weather", '{"city": "\u00c5rhus", "days": 2}'), ("weather", '{"city": "Oslo"}'), ("now", "{}")]
         )

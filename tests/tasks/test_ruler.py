@@ -406,7 +406,7 @@ def test_average_is_the_mean_of_the_tasks_means(parameters):
     ]
     results.append({"part": "cwe", "length": 8, "scores": {}})
     assert tasks.make("ruler", parameters).summary(results) == {
-        "average of 2 tasks, 8 tokens": pytest.approx(0.35),
+        "average of 2 tasks, 8 tokens": pytest.approx(0.35)
     }
 
 

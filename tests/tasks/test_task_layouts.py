@@ -372,11 +372,7 @@ def test_a_stream_reads_chats_of_two_layouts():
 
 @pytest.mark.parametrize(
     ("task", "setting", "words"),
-    [
-        ("qa", "n_max=0", "n_max"),
-        ("summarize", "shots=-1", "shots"),
-        ("stream", "n_max=0", "n_max"),
-    ],
+    [("qa", "n_max=0", "n_max"), ("summarize", "shots=-1", "shots"), ("stream", "n_max=0", "n_max")],
 )
 def test_parameters_out_of_range_are_refused(task, setting, words):
     with pytest.raises(UsageError, match=words):
