@@ -872,13 +872,6 @@ def test_show_refuses_unknown_cache_types(tmp_path, arch):
             invoke("show", str(path), flag, "q9")
 
 
-def test_show_refuses_cache_types_that_do_not_fit_the_head_size(tmp_path):
-    path = tmp_path / "tiny.gguf"
-    tiny.write_llama(path, head_dim=16)
-    with pytest.raises(UsageError, match="the model's head size of 16 is not a multiple of 32"):
-        invoke("show", str(path), "-ctv", "q8_0")
-
-
 @pytest.mark.parametrize(
     ("size", "n_layer", "message"),
     [("1GiB", 0, "0 of 3 layers; the rest is in host memory"), ("8GiB", 3, "all weights")],
