@@ -35,27 +35,10 @@ CHATML = (
 
 
 def write_llama(
-    path,
-    *,
-    n_layer=2,
-    n_head=4,
-    n_head_kv=2,
-    head_dim=32,
-    n_ff=64,
-    n_vocab=320,
-    n_ctx_train=1024,
-    rope="norm",
-    tied=False,
-    letters=False,
-    chat_template=None,
-    yarn=None,
-    space_prefix=False,
-    add_bos=False,
-    arch=None,
-    seed=0,
-    key_bias=0.0,
-    control=(),
-):
+    path, *, n_layer=2, n_head=4, n_head_kv=2, head_dim=32, n_ff=64, n_vocab=320, n_ctx_train=1024,
+    rope="norm", tied=False, letters=False, chat_template=None, yarn=None, space_prefix=False, add_bos=False,
+    arch=None, seed=0, key_bias=0.0, control=(),
+):  # fmt: skip
     """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 
     Without `space_prefix` and `add_bos`, tokenizing adds nothing to a text, and detokenizing its tokens gives
@@ -66,7 +49,7 @@ def write_llama(
     control: further control tokens.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos, control)
+    writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, sizes, space_prefix, add_bos, control)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(head_dim)
@@ -77,39 +60,28 @@ def write_llama(
     if chat_template:
         writer.add_chat_template(chat_template)
     n_silent = N_SPECIAL + 256 if letters else N_SPECIAL
-    _add_tensors(writer, *sizes, tied, seed, n_silent=n_silent, key_bias=key_bias)
+    _add_tensors(writer, sizes, seed, tied=tied, n_silent=n_silent, key_bias=key_bias)
 
 
 def write_vocab(path, *, control=(), words=(), space_prefix=False, add_bos=False):
     """Write a GGUF with only the tokenizer of write_llama, plus control tokens and user-defined `words`."""
     n_vocab = N_SPECIAL + 257 + 52 * 52 + len(control) + len(words)
-    writer = _sized(path, "llama", 1024, 1, 1, 1, 32, 64, n_vocab)
+    writer = _sized(path, "llama", 1024, (1, 1, 1, 32, 64, n_vocab))
     writer.add_layer_norm_rms_eps(1e-5)
     _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control, words)
     Tensors(writer, 32, 0).write()
 
 
 def write_gemma3(
-    path,
-    *,
-    n_layer=4,
-    n_head=4,
-    n_head_kv=2,
-    head_dim=32,
-    n_ff=64,
-    n_vocab=320,
-    n_ctx_train=1024,
-    window=16,
-    pattern=2,
-    chat_template=None,
-    seed=0,
-):
+    path, *, n_layer=4, n_head=4, n_head_kv=2, head_dim=32, n_ff=64, n_vocab=320, n_ctx_train=1024, window=16,
+    pattern=2, chat_template=None, seed=0,
+):  # fmt: skip
     """Write a model like write_llama, but of architecture gemma3.
 
     Every `pattern`-th layer attends to the whole stream. The other layers have a sliding window.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    writer = start(path, "gemma3", n_ctx_train, *sizes)
+    writer = start(path, "gemma3", n_ctx_train, sizes)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -118,7 +90,7 @@ def write_gemma3(
     writer.add_sliding_window_pattern(pattern)
     if chat_template:
         writer.add_chat_template(chat_template)
-    _add_tensors(writer, *sizes, False, seed, gemma=True)
+    _add_tensors(writer, sizes, seed, gemma=True)
 
 
 def write_like(src, path, *, chat_template=None):
@@ -133,7 +105,7 @@ def write_like(src, path, *, chat_template=None):
     n_ctx_train = reader.fields[f"{arch}.context_length"].contents()
     n_layer, n_head, n_head_kv, head_dim, n_ff = 2, 2, 1, 32, 64
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, len(tokens))
-    writer = _sized(path, "llama", n_ctx_train, *sizes)
+    writer = _sized(path, "llama", n_ctx_train, sizes)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(100000.0)
     writer.add_rope_dimension_count(head_dim)
@@ -144,36 +116,25 @@ def write_like(src, path, *, chat_template=None):
     scale = np.array(words, np.float32)
     for token in '"}123':
         scale[tokens.index(token)] = 4
-    _add_tensors(writer, *sizes, False, 0, scale=scale)
+    _add_tensors(writer, sizes, 0, scale=scale)
 
 
-def start(
-    path,
-    arch,
-    n_ctx_train,
-    n_layer,
-    n_head,
-    n_head_kv,
-    head_dim,
-    n_ff,
-    n_vocab,
-    space_prefix=False,
-    add_bos=False,
-    control=(),
-):
+def start(path, arch, n_ctx_train, sizes, space_prefix=False, add_bos=False, control=()):
     """Return a GGUFWriter with the tokenizer and the header fields that all architectures here have.
 
-    n_head, n_head_kv: an int, or a list with one number per layer. The embedding size is head_dim times the
-    smallest n_head.
+    sizes: n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab. n_head and n_head_kv may be a list with
+    one number per layer. The embedding size is head_dim times the smallest n_head.
     """
+    _, n_head, n_head_kv, *_, n_vocab = sizes
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
-    writer = _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
+    writer = _sized(path, arch, n_ctx_train, sizes)
     _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control)
     return writer
 
 
-def _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab):
+def _sized(path, arch, n_ctx_train, sizes):
+    n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab = sizes
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
@@ -269,20 +230,9 @@ class Tensors:
 
 
 def _add_tensors(
-    writer,
-    n_layer,
-    n_head,
-    n_head_kv,
-    head_dim,
-    n_ff,
-    n_vocab,
-    tied,
-    seed,
-    gemma=False,
-    n_silent=N_SPECIAL,
-    scale=None,
-    key_bias=0.0,
+    writer, sizes, seed, *, tied=False, gemma=False, n_silent=N_SPECIAL, scale=None, key_bias=0.0
 ):
+    n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab = sizes
     n_embd = n_head * head_dim
     tensors = Tensors(writer, n_embd, seed)
     tensors.add_ends(n_vocab, tied=tied, n_silent=n_silent, scale=scale)

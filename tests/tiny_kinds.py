@@ -25,7 +25,7 @@ write_deci = partial(tiny.write_llama, arch="deci")
 
 def begin(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV, eps=1e-5):
     """Return a GGUFWriter with the tokenizer, and with the header fields that most architectures have."""
-    writer = start(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, HEAD_DIM, N_FF, N_VOCAB)
+    writer = start(path, arch, n_ctx_train, (n_layer, n_head, n_head_kv, HEAD_DIM, N_FF, N_VOCAB))
     writer.add_layer_norm_rms_eps(eps)
     writer.add_rope_freq_base(10000.0)
     return writer

@@ -162,17 +162,6 @@ def test_system_prompt_larger_than_the_budget_is_refused(chat):
     assert talk.undo() is None
 
 
-def test_a_stopped_reply_leaves_the_chat_usable(chat):
-    talk = chat()
-    pieces = talk.reply("Count to one hundred.")
-    for _ in range(5):
-        next(pieces)
-    talk.writer.stop = True
-    remainder = "".join(pieces)
-    assert len(remainder) < 40
-    assert "".join(talk.reply("Thank you.", 5))
-
-
 def test_tokens_left_unread_by_a_stop_are_read_before_the_next_tokens(chat, model):
     writer = chat().writer
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
@@ -560,6 +549,8 @@ def test_evicting_policies_undo_turns_without_copies_even_after_resume(chat, tmp
     for text in ("Name a fruit. " * 9, "And a colour. " * 7, "And an animal."):
         history.append((list(talk.messages), text, say(talk, text)))
         files.keep()
+    # corm decides for itself how much to keep, so it may evict nothing
+    assert talk.writer.engine.n_evicted > 0 or policy == "corm"
     later, later_files = talker()
     later.resume(*later_files.read(tmp_path / "chat.kvs"))
     files.close(), later_files.close()
@@ -574,6 +565,7 @@ def test_evicting_policies_undo_turns_without_copies_even_after_resume(chat, tmp
         assert each.undo() is None
 
 
+@pytest.mark.share(2, "policy")
 @pytest.mark.parametrize("policy", ["recall", "h2o", "full"])
 @pytest.mark.parametrize("loaded", ["other", "chat"])
 def test_undo_takes_back_the_turns_of_a_loaded_chat_and_then_the_load(chat, tmp_path, policy, loaded):
@@ -897,6 +889,7 @@ def stream(talk):
     return [*talk.writer.tokens, *talk.writer.unread]
 
 
+@pytest.mark.share(2, "policy")
 @pytest.mark.parametrize("policy", ["recall", "h2o", "full"])
 @pytest.mark.parametrize("stopped", ["answer", "read_prompt"])
 def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkeypatch, policy, stopped):
@@ -935,6 +928,7 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
         files.close()
 
 
+@pytest.mark.share(2, "policy")
 @pytest.mark.parametrize("policy", ["recall", "full", "h2o"])
 @pytest.mark.parametrize("n_before", [0, 2])
 def test_replacing_a_turn_reads_only_the_tokens_that_differ(chat, monkeypatch, policy, n_before):
@@ -1011,17 +1005,6 @@ def test_status_line_differs_if_rows_hold_different_tokens():
     # if rows hold different tokens, the shares do not add up to 100 %
     assert whereabouts(400, 100, 0, 20) == "400 tokens: each KV head keeps 25.0 %, 5.0 % is forgotten"
     assert whereabouts(0, 0, 0, 0) == "0 tokens: 0 % in the cache, 0 % forgotten"
-
-
-@pytest.mark.parametrize("policy", ["full", "recall", *KINDS])
-def test_every_kind_of_policy_can_chat(chat, policy):
-    talk = chat(policy=policy, budget=1024 if policy == "full" else 64, system="You count waves.")
-    replies = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
-    assert all(replies)
-    engine = talk.writer.engine
-    # corm decides for itself how much to keep, so it may evict nothing
-    assert engine.n_evicted > 0 or policy in ("full", "corm")
-    assert len([message for message in talk.messages if message["role"] == "assistant"]) == 3
 
 
 def test_stats_say_which_draft_tokens_are_counted(chat, monkeypatch):

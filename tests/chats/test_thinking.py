@@ -146,27 +146,6 @@ def says(talk, text):
     talk.writer.sampler = fixed
 
 
-@pytest.mark.parametrize(("opening", "policy"), [("", "full"), ("<think>\n", "h2o"), ("", "recall")])
-def test_later_turns_do_not_see_thoughts_that_the_template_drops(talk, opening, policy):
-    budget = 512 if policy == "full" else 64
-    thinking_chat = talk(DROPS.replace("%OPEN%", opening), policy, budget)
-    plain_chat = talk(DROPS.replace("%OPEN%", ""), policy, budget)
-    thought = "They want a number. " * 6
-    reply = ("" if opening else "<think>\n") + thought + "</think>\n\nIt is seven."
-    says(thinking_chat, reply)
-    assert "".join(thinking_chat.reply("Name a number.")) == reply
-    says(plain_chat, "It is seven.")
-    "".join(plain_chat.reply("Name a number."))
-    assert thinking_chat.messages[-1]["content"] == opening + reply
-    # the thought is dropped: `thinking_chat` has the same tokens as `plain_chat`, whose reply had no thought
-    assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
-    second_reply = f"{opening and 'Hm.</think>'}Yes."
-    for each, text in ((thinking_chat, second_reply), (plain_chat, "Yes.")):
-        says(each, text)
-        assert "".join(each.reply("Are you sure?")) == text
-    assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
-
-
 def test_sampler_history_has_each_token_once_after_thoughts_are_dropped(talk, monkeypatch):
     chat, sampled = talk(DROPS.replace("%OPEN%", ""), "full", 512), []
     model, sampler = chat.writer.engine.model, chat.writer.sampler
@@ -196,31 +175,6 @@ def test_stopped_thought_is_dropped_from_the_next_turn(talk):
     assert "".join(chat.reply("And now?")) == "Yes."
     assert "long" not in read(chat)
     assert n < len(chat.writer.tokens)
-
-
-def test_thoughts_in_control_token_tags_are_separated_and_dropped(talk):
-    thinking_chat, plain_chat = talk(HEADED, tags=HEADERS), talk(HEADED, tags=HEADERS)
-    thought = "They want a number. " * 6
-    says(thinking_chat, HEADERS.start + thought + HEADERS.end + "It is seven.")
-    raw = "".join(thinking_chat.reply("Name a number."))
-    assert without_thought(raw, thinking_chat.splitter()) == "It is seven."
-    says(plain_chat, HEADERS.plain + "It is seven.")
-    assert (
-        without_thought("".join(plain_chat.reply("Name a number.")), plain_chat.splitter()) == "It is seven."
-    )
-    assert thinking_chat.messages == plain_chat.messages
-    assert thinking_chat.messages[-1]["content"] == "It is seven."
-    assert thinking_chat.writer.tokens.tolist() == plain_chat.writer.tokens.tolist()
-    # a reply that has no thought is not changed
-    second_reply = HEADERS.plain + "Yes."
-    for each in (thinking_chat, plain_chat):
-        says(each, second_reply)
-        "".join(each.reply("Are you sure?"))
-    text = Template(HEADED, "", "").render(thinking_chat.messages, reply=False).removesuffix("<|im_end|>")
-    assert (
-        thinking_chat.writer.tokens.tolist()
-        == thinking_chat.writer.engine.model.tokenize(text, special=True).tolist()
-    )
 
 
 SWITCHED = DROPS.replace("%OPEN%", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
@@ -257,15 +211,16 @@ def read_afresh(talk):
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
-@pytest.mark.parametrize("source", [SWITCHED, OPENED, SHOWS_EFFORT, SHOWS, HIDES, KEEPS])
+@pytest.mark.parametrize("source", [SWITCHED, OPENED, SHOWS_EFFORT, SHOWS, HIDES, KEEPS, HEADED])
 def test_cache_equals_a_fresh_reading_of_the_chat_after_each_reply(talk, source, policy):
-    chat = talk(source, policy, 512 if policy == "full" else 64)
+    tags = HEADERS if source is HEADED else Tags("<think>\n", "\n</think>\n\n")
+    chat = talk(source, policy, 512 if policy == "full" else 64, HEADERS if source is HEADED else None)
     efforts = [None, "low", "high", None] if source is SHOWS_EFFORT else [None, "off", "off", "on"]
     efforts = efforts if source in (SWITCHED, OPENED, SHOWS_EFFORT) else [None] * 3
     for turn, effort in enumerate(efforts):
         chat.set_effort(effort)
-        thinks, opens = effort != "off", chat.template.opens_thought
-        says(chat, thinks * ("" if opens else "<think>\n") + thinks * "Hm.\n</think>\n\n" + f"It is {turn}.")
+        thought = ("" if chat.template.opens_thought else tags.start) + "A number." * 9 + tags.end
+        says(chat, (effort != "off") * thought + f"It is {turn}.")
         pieces = "".join(chat.reply(f"And {turn}?"))
         assert without_thought(pieces, chat.splitter()) == f"It is {turn}."
         assert chat.writer.tokens.tolist() == read_afresh(chat)

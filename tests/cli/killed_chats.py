@@ -12,10 +12,8 @@ in a file that was set aside. Another child must be able to continue the session
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from contextlib import closing
-from pathlib import Path
+from functools import partial
 
 from kvtool import policies
 from kvtool.chats import session
@@ -29,7 +27,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
-from tests.serve.killed_turns import KILLED, NEVER, die_at_call, in_child
+from tests.serve.killed_turns import die_at_call, in_child, kill_at_each_call, main, whole_run
 
 NAME = "chat.kvs"
 NAMES = re.compile(rf"{re.escape(NAME)}(\.\d+)?")
@@ -153,45 +151,27 @@ def check(folder, before, after):
             messages[: len(candidate)] == candidate
             for messages in sessions.values()
             for candidate in candidates
-        ), (
-            i,
-            sessions,
-        )
+        ), (i, sessions)
 
 
 def run(model_path, folder, policy, step=1):
     """Kill a chat at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
     model = Model(model_path)
-    # the first process may also write compiled kernels, so its calls are not counted
-    live(model, policy, folder / "first", NEVER)
-    code, saved = live(model, policy, folder / "whole", NEVER)
-    assert code == 0
-    n_call = saved.pop()
+    start = partial(live, model, policy)
+    saved, n_call = whole_run(start, folder)
     check(folder / "whole", saved[-1], [])
-    for n in range(1, n_call + 1, step):
-        place = folder / f"killed-{n}"
-        code, replies = live(model, policy, place, n)
-        assert code == KILLED, f"call {n}"
-        assert replies == saved[: len(replies)], f"call {n}"
-        try:
-            check(
-                place,
-                replies[-1] if replies else [],
-                saved[len(replies)] if len(replies) < len(saved) else [],
-            )
-            if (place / NAME).exists():
-                messages = session.read_meta(place / NAME)["messages"]
-                assert go_on(model, policy, place) == messages
-        except AssertionError as error:
-            raise AssertionError(f"call {n}: {error}") from error
+
+    def check_killed(place, replies):
+        n = len(replies)
+        check(place, replies[-1] if replies else [], saved[n] if n < len(saved) else [])
+        if (place / NAME).exists():
+            messages = session.read_meta(place / NAME)["messages"]
+            assert go_on(model, policy, place) == messages
         unfinished = [path.name for path in place.iterdir() if path.name.endswith((".part", ".next"))]
-        assert not unfinished or not (place / NAME).exists(), f"call {n}: {unfinished}"
-        shutil.rmtree(place)
-    return n_call
+        assert not unfinished or not (place / NAME).exists(), unfinished
+
+    return kill_at_each_call(start, folder, step, saved, n_call, check_killed)
 
 
 if __name__ == "__main__":
-    for each in sys.argv[4:]:
-        place = Path(sys.argv[2]) / each
-        place.mkdir(parents=True)
-        print(each, run(sys.argv[1], place, each, int(sys.argv[3])), flush=True)
+    main(run)

@@ -21,7 +21,7 @@ from kvtool.engine.settings import Settings
 from kvtool.llama.loaded.model import Model
 from kvtool.measure import bench, depths, machine
 from kvtool.system.cpu import cpu_name
-from tests.cli.in_process_command import assert_one_line, run_kvtool
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_cli import kvtool
 
 ROWS = ["full, flash off", "full, flash on", "full, q8_0, flash on", "recall, 64", "h2o, 64"]
@@ -212,28 +212,6 @@ def test_lengthened_stream_continues_like_a_read_stream(loaded, name):
         assert engine.n_past == n + 100
         assert engine.n_evicted > before
         assert np.isfinite(engine.context.logits()).all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--depths", "0"], 2, "a depth of --depths must be in 32..16777216, got 0"),
-        (["--depths", "512,-1"], 2, "--depths takes numbers of tokens, such as 512,8k, got '-1'"),
-        (["--depths", "many"], 2, "--depths takes numbers of tokens, such as 512,8k, got 'many'"),
-        (["--depths", "17000k"], 2, "must be in 32..16777216, got 17408000"),
-        (["--depths", " ,"], 2, "--depths names no depth; give some, such as 512,8k"),
-        (["--rounds", "0"], 2, "--rounds must be at least 1, got 0"),
-        (["--seconds", "0"], 2, "--seconds must be in 0.001..1000000, got 0"),
-        (["--seconds", "nan"], 2, "--seconds must be in 0.001..1000000, got nan"),
-        (["-m", "smollm2-135"], 3, "Did you mean smollm2-135m"),
-        (["-m", "MODEL", "--budget", "4"], 2, "recall"),
-    ],
-)
-def test_bad_arguments_get_one_line_and_their_exit_code(arguments, code, words, model, tmp_path):
-    done = run_kvtool(
-        "bench", *(model if argument == "MODEL" else argument for argument in arguments), cwd=tmp_path
-    )
-    assert_one_line(done, code, words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

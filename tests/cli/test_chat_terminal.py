@@ -301,22 +301,6 @@ def test_loading_an_older_copy_sets_the_newer_chat_aside(terminal, chat_kv, tmp_
     chat.leave()
 
 
-def test_turns_of_a_loaded_chat_can_be_replaced_and_taken_back(terminal, chat_kv, tmp_path):
-    path = tmp_path / "new.kv"
-    chat = terminal("--session", path)
-    chat.say("one")
-    assert "; /undo 5 takes this back\n" in chat.say(f"/load {chat_kv}")
-    assert chat.say("/retry").endswith("tokens/s")
-    chat.say(f"/save {tmp_path / 'saved.kv'}")
-    chat.leave()
-    # the marks of the loaded chat are saved, but not those of the chat before it
-    for saved in (path, tmp_path / "saved.kv"):
-        resumed = terminal("--session", saved)
-        undone = 'took back 4 changes, the oldest of them the turn "turn 0"; the chat has no turns'
-        assert resumed.say("/undo 4") == undone
-        resumed.leave()
-
-
 def test_reread_session_is_shown_saved_and_continued(terminal, chat_kv, tmp_path):
     path = tmp_path / "new.kv"
     chat = terminal("--session", path, "--reread", chat_kv, "--budget", 256)
@@ -338,27 +322,6 @@ def test_reread_session_is_shown_saved_and_continued(terminal, chat_kv, tmp_path
     chat.leave()
     assert user_messages(path) == FOUR[:3]
     assert user_messages(chat_kv) == FOUR
-
-
-def test_undo_without_a_session_reverts_changes(terminal):
-    chat = terminal()
-    chat.say("one")
-    chat.say("/reset")
-    chat.say("/system Be a pirate.")
-    for change, n in (("/system", "no"), ("/reset", "1")):
-        assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
-    assert chat.say("/undo 2") == "/undo can take back at most 1 change, not 2"
-    assert chat.say("/undo 1") == 'took back the turn "one"; the chat has no turns'
-    chat.leave()
-
-
-def test_too_long_system_prompt_is_refused_and_changes_nothing(terminal, chat_kv):
-    chat = terminal("--session", chat_kv)
-    assert "choose a larger budget" in chat.say("/system " + "long " * 300)
-    assert chat.say("/system") == "(none)"
-    assert chat.say("more").endswith("tokens/s")
-    assert user_messages(chat_kv) == [*FOUR, "more"]
-    chat.leave()
 
 
 def test_session_behind_a_symlink_keeps_the_symlink(terminal, chat_kv, tmp_path):

@@ -50,6 +50,7 @@ def loaded_by_help():
         "import contextlib, io, json, sys\n"
         "from kvtool.cli import app\n"
         "heavy = {'numba', 'numpy', 'gguf', 'kvtool_llama', 'llama_cpp', 'jinja2', 'huggingface_hub'}\n"
+        "heavy.add('rich.table')\n"
         "found = {}\n"
         "for command in sys.argv[1:]:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"
@@ -98,53 +99,6 @@ def test_help_lists_commands_in_order_and_typos_get_a_suggestion():
     assert kvtool("chatt").stderr == "kvtool: there is no command 'chatt'. Did you mean `kvtool chat`?\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["perplexity", "missing.txt"], 5, "cannot read missing.txt"),
-        (["perplexity", "/dev/null"], 5, "empty"),
-        (["perplexity", "TEXT", "--policy", "nope"], 2, "unknown policy 'nope'"),
-        (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
-        (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "use at least 8"),
-        (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
-        (
-            ["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"],
-            2,
-            "h2o: window must be a whole number",
-        ),
-        (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m?"),
-        (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
-        (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
-        (["perplexity", "TEXT", "-ctk", "q9"], 2, "q8_0"),
-        (["perplexity", "TEXT", "--policy", "full", "-c", "64"], 5, "does not fit in the cache (64)"),
-        (
-            ["perplexity", "TEXT", "--positions", "original", "-c", "300", "--budget", "256"],
-            5,
-            "positions end at 300",
-        ),
-        (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "at least 4096 needed"),
-        (["perplexity", "TEXT", "--windows", "2"], 2, "--windows must be at least 3"),
-        (["generate"], 5, "nothing to read"),
-        (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream, whole or exact"),
-        (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
-        (["perplexity", "TEXT", "--policy", "TEXT"], 2, "is not a policy; the file of a policy ends in .py"),
-        (["perplexity", "TEXT", "--policy", "no/such.txt"], 2, "no/such.txt is not a policy; the file of a"),
-        (["generate", "hi", "-m", "EMPTY.txt"], 3, "EMPTY.txt is empty, so it is not a GGUF model"),
-        (["generate", "hi", "-m", "EMPTY.gguf"], 3, "EMPTY.gguf is empty; download it again"),
-        (["eval", "passky"], 2, "unknown task 'passky'. Did you mean passkey? See `kvtool eval`."),
-        (["models", "show", "no-such-model", "--device", "abc"], 2, "memory of a GPU, like 8GiB; got 'abc'"),
-        (["models", "show", "no-such-model", "--device", "8"], 2, "memory of a GPU, like 8GiB; got '8'"),
-        (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),
-        (["policies", "nope"], 2, "unknown policy 'nope'"),
-    ],
-)
-def test_bad_input_gets_one_line_and_its_exit_code(arguments, code, words, text_file, smollm2, tmp_path):
-    for name in ("EMPTY.txt", "EMPTY.gguf"):
-        (tmp_path / name).touch()
-    done = run_kvtool(*(str(text_file) if a == "TEXT" else a for a in arguments), cwd=tmp_path)
-    assert_one_line(done, code, words)
-
-
 def test_answer_cut_by_n_is_reported(smol):
     common = "-m", smol, "-t", 1, "--temp", 0
     for command in (("generate", "hi"), ("generate", "hi", "--json"), ("chat",)):
@@ -153,14 +107,6 @@ def test_answer_cut_by_n_is_reported(smol):
     # nothing is printed if the model itself has ended the answer
     grammar = "--grammar", 'root ::= "yes"'
     assert run_kvtool("generate", "hi", *common, *grammar, "--policy", "h2o").stderr == ""
-
-
-def test_messages_about_one_token_use_the_singular(smol):
-    command = "generate", "hi", "-m", smol, "-t", 1, "--temp", 0
-    done = run_kvtool(*command, "--n-predict", 1, "--grammar", "root ::= [a-z]+", "-v")
-    assert "stopped after 1 token (-n)" in done.stderr
-    done = run_kvtool("perplexity", "-m", smol, "--max-tokens", 2, "-t", 1, stdin="The tide came in.")
-    assert re.search(r"^1 token scored", done.stderr, re.M)
 
 
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
@@ -284,13 +230,6 @@ def test_budget_beyond_the_context_is_reported_as_the_whole_context(smol, policy
     assert "whole" not in kvtool(*command, "--budget", "1MiB").stderr
 
 
-def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
-    for policy in ("h2o", "recall"):
-        options = ("--policy", policy, "--budget", "128KiB", "--max-tokens", 64)
-        done = kvtool("perplexity", text_file, "-t", 1, "--json", *options)
-        assert json.loads(done.stdout)["kv_bytes"] <= 128 * 2**10
-
-
 def test_prompt_that_names_a_file_gets_a_hint(chat_model, tmp_path):
     (tmp_path / "notes.md").write_text("Hello.")
     command = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
@@ -307,28 +246,6 @@ def test_prompt_that_names_a_file_gets_a_hint(chat_model, tmp_path):
         assert "is a file" not in kvtool(*command, prompt, cwd=tmp_path).stderr
 
 
-def test_generate_gives_the_same_text_for_the_same_seed(default_talker):
-    def story(seed):
-        return kvtool("generate", "-p", "Tell a story.", "-n", 24, "--seed", seed, "-t", 1).stdout
-
-    first = story(7)
-    assert first == story(7)
-    assert first != story(8)
-
-
-def test_generate_reads_prompts_longer_than_the_budget(default_talker):
-    done = kvtool(
-        *("generate", "-p", "Summarize:", "-n", 8, "--temp", 0, "-t", 1),
-        *("--budget", 128, "-b", 64, "--json", "--policy", "h2o"),
-        stdin=TEXT,
-    )
-    result = json.loads(done.stdout)
-    assert result["prompt_tokens"] > 300
-    assert result["evicted"] >= result["prompt_tokens"] - 128
-    assert result["tokens"] <= 8
-    assert result["finish_reason"] == ("length" if result["tokens"] == 8 else "stop")
-
-
 @pytest.mark.parametrize("policy", KINDS)
 def test_every_kind_of_policy_can_generate(default_talker, policy):
     # the prompt exceeds the budget, and the reply is long enough for further evictions
@@ -340,6 +257,7 @@ def test_every_kind_of_policy_can_generate(default_talker, policy):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert 1 <= result["tokens"] <= 20
+    assert result["finish_reason"] == ("length" if result["tokens"] == 20 else "stop")
     assert result["prompt_tokens"] + result["tokens"] - 1 - result["evicted"] <= 64
     assert result["cells"] < 64
 

@@ -29,7 +29,7 @@ from kvtool.measure.results import ComparisonResults
 from kvtool.system.paths import cache_dir
 from tests import fork_server
 from tests.blocking_policy import TIMEOUT_S, BlockingPolicy
-from tests.cli.in_process_command import assert_one_line, run_kvtool
+from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
 
 
@@ -340,26 +340,6 @@ def test_a_reference_that_cannot_be_written_is_named(compare):
 def test_an_interrupt_before_the_first_result_names_no_file(tmp_path):
     assert output.stopped(tmp_path / "out.jsonl", 0, 2, "runs") == "stopped; 0 of 2 runs are done"
     assert "--records FILE" in output.stopped(None, 0, 2, "runs")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--policies", "h2o,nope"], 2, "unknown policy 'nope'"),
-        (["--types", "f16,q9"], 2, "--types must name some of"),
-        (["--resume"], 2, "--records FILE"),
-        (["--records", "tide.txt"], 2, "tide.txt exists; continue it with --resume"),
-        # tide.txt has no records, so it cannot be a file for --json. It is read as a second text.
-        (["--json", "tide.txt"], 2, "`kvtool compare` takes only [FILE]; leave out tide.txt"),
-        (["--plot", "nowhere/out.png"], 2, "an existing folder"),
-        (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
-        (["--policies", "local", "--budgets", ""], 2, "--budgets names no budget"),
-        (["--policies", ""], 2, "--policies names no policy"),
-        (["--policies", "full", "-c", "100"], 2, "does not fit in the full cache (100)"),
-    ],
-)
-def test_bad_arguments_get_one_line_and_their_exit_code(compare, arguments, code, words):
-    assert_one_line(compare(*arguments, check=False), code, words)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")

@@ -60,26 +60,6 @@ def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, t
     assert several.stderr == f"--gpu-layers 9, --main-gpu 1, --split-mode none do {end}"
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["-ot", "[red](=CPU"], 2, "--override-tensor: '[red](' is not a regular expression"),
-        (["-ot", "[red]=GPU0"], 2, "--override-tensor: there is no buffer 'GPU0'; there are: CPU"),
-        (["-ot", "[red]"], 2, "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got '[red]'"),
-        (["-ts", "0,0"], 2, "--tensor-split needs a share above 0, got '0,0'"),
-        (["-sm", "tensor"], 2, "--split-mode must be none, layer or row, got 'tensor'"),
-        (["-mg", "-1"], 2, "--main-gpu must be at least 0, got -1"),
-        (["--lora", "a.gguf:inf"], 2, "--lora takes a file, or FILE:SCALE with a number, got 'a.gguf:inf'"),
-        (["--lora", "[red].gguf:half"], 3, "[red].gguf:half; --lora takes FILE or FILE:SCALE"),
-    ],
-)
-@pytest.mark.parametrize("command", ["generate", "compare"])
-def test_bad_values_get_one_line_and_their_exit_code(default_talker, tmp_path, command, options, code, words):
-    (tmp_path / "text").write_text("The tide came in. " * 9)
-    argument = "Hi" if command == "generate" else tmp_path / "text"
-    assert_one_line(run_kvtool(command, argument, "-t", 1, *options, cwd=tmp_path), code, words)
-
-
 def test_a_session_keeps_its_adapters(talker, lora, tmp_path):
     path = tmp_path / "chat.kvs"
 

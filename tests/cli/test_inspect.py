@@ -90,13 +90,6 @@ def test_hidden_earlier_tokens_are_counted():
     assert "30 tokens: 20 held by every row, 0 by some, 10 forgotten" in out
 
 
-def test_a_single_token_is_not_plural():
-    out = rendered(["One"], [1])
-    assert "the whole stream of 1 token, left to right" in out
-    assert "1 token: 1 held by every row" in out
-    assert "the last 1 token; 1 earlier ones" in rendered(["One", " two"], [1, 1], last=1)
-
-
 def test_with_256_colours_tokens_are_shaded():
     colours = {"force_terminal": True, "color_system": "256"}
     out = rendered(["One", " and", " two", " or", " three", " gone"], SHARES, width=60, **colours)
@@ -364,24 +357,6 @@ def test_full_disk_leaves_no_partial_file(tiny_model, tmp_path):
         assert json.loads(done.stdout)["tokens"] > 40
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out"] * bool(old) + ["text"]
         assert not old or out.read_bytes() == old
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["nowhere.txt"], 5, "cannot read nowhere.txt"),
-        (["-"], 5, "stdin is empty"),
-        (
-            ["x", "--html", "/nowhere/x.html"],
-            2,
-            "cannot write /nowhere/x.html: it must be a file in an existing folder",
-        ),
-        (["x", "--html", "/"], 2, "cannot write /"),
-        (["x", "--html", "-"], 2, "cannot write to -, because stdout has the result; name a file"),
-    ],
-)
-def test_bad_input_gets_one_line(arguments, code, words):
-    assert_one_line(run_kvtool("inspect", *arguments), code, words)
 
 
 def test_text_that_does_not_fit_the_full_cache_is_refused(tiny_model):

@@ -154,13 +154,6 @@ def test_finished_thought_is_folded_to_one_line(hide):
     assert view.thought.startswith("thought 0\nthought 1\n")
 
 
-def test_a_thought_of_one_word_is_counted_in_the_singular():
-    screen = Screen(60, 20)
-    with ReplyView(screen.console, Splitter(THINK)) as view:
-        write(view, "<think>hm</think>seven")
-    assert " s, 1 word; /show thought" in "\n".join(screen.lines())
-
-
 def test_hidden_thoughts_are_hidden_from_plain_output():
     screen = Screen(60, 20)
     with ReplyView(screen.console, Splitter(THINK), plain=True, hide=True) as view:

@@ -195,10 +195,7 @@ def test_resumed_session_keeps_its_policy_and_budget():
         ({"policy": "nope"}, "unknown policy 'nope'"),
         ({"policy": "h2o", "options": ("sinkz=1",)}, "h2o: there is no parameter 'sinkz'"),
         ({"archive": "many"}, "--archive is a number of tokens"),
-        (
-            {"policy": "h2o", "archive": "9", "typed": frozenset({"archive"})},
-            "`h2o` has no archive; leave out --archive",
-        ),
+        ({"policy": "h2o", "archive": "9", "typed": frozenset({"archive"})}, "`h2o` has no archive; leave"),
         ({"rpc": "there:50052", "gpu_layers": 0}, "--gpu-layers 0 leaves no layer for the workers"),
         ({"policy": "full", "budget": "9", "typed": frozenset({"budget"})}, "`full` keeps every token"),
     ],

@@ -32,11 +32,7 @@ KINDS = {
     "no blanks": "\u4e16\u754c\u548c\u5e73" * 4000,
     "digits": "0123456789" * 3000,
 }
-STREAMS = {
-    "perplexity": (),
-    "inspect": (),
-    "compare": ("--policies", "local", "--budgets", 16, "--json"),
-}
+STREAMS = {"perplexity": (), "inspect": (), "compare": ("--policies", "local", "--budgets", 16, "--json")}
 SAME = {"tokens", "perplexity", "nll", "n_scored", "text_sha256", "share", "forgotten", "output", "item"}
 """Fields of a result that depend only on the text."""
 

@@ -81,22 +81,6 @@ def test_invalid_archive_limits_are_refused(monkeypatch, text, words):
         archive.limit(text)
 
 
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("chat --policy h2o --archive 9", "`h2o` has no archive; leave out --archive, or choose"),
-        ("perplexity - --policy h2o --archive-type q8_0", "`h2o` has no archive; leave out --archive-type,"),
-        ("chat --policy full --archive 9", "`full` has no archive; leave out --archive, or"),
-        (
-            "inspect --policy tova --archive-type f16 --archive 9",
-            "`tova` has no archive; leave out --archive and --archive-type, or choose --policy recall",
-        ),
-    ],
-)
-def test_policies_without_an_archive_refuse_archive_options(typed, words):
-    assert_one_line(run_kvtool(*typed.split(), stdin="a text"), 2, words)
-
-
 def test_session_does_not_continue_if_the_archive_is_too_small(talk, tmp_path):
     assert talk(TURNS[:4], *RECALL, "--archive", 5000).returncode == 0
     path = tmp_path / "chat.kvs"

@@ -248,8 +248,7 @@ def test_recall_scores_like_the_definition(
 
 # only steps of few queries multiply keys in their stored format; steps of many queries (chunk=16) do not
 @pytest.mark.parametrize(
-    ("rope", "chunk", "has_values"),
-    [("norm", 1, True), ("neox", 16, True), ("norm", 4, False)],
+    ("rope", "chunk", "has_values"), [("norm", 1, True), ("neox", 16, True), ("norm", 4, False)]
 )
 def test_exact_attention_to_all_clusters_scores_like_the_definition(
     monkeypatch, tiny_model, rope, chunk, has_values

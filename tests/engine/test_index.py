@@ -35,8 +35,7 @@ def kernel(request, kernels):
 def products(lib, kernel, keys, query):
     out = np.empty(len(keys), np.float32)
     lib.products(
-        *(kernel, keys.ctypes.data, len(keys) // N_SIDE, query.ctypes.data, keys.shape[1]),
-        out.ctypes.data,
+        *(kernel, keys.ctypes.data, len(keys) // N_SIDE, query.ctypes.data, keys.shape[1]), out.ctypes.data
     )
     return out
 

@@ -188,11 +188,7 @@ def test_clusters_reduce_the_error_and_exact_tokens_reduce_it_more(tiny_model):
     path, tokens = tiny_model(**CLUSTERED), random_tokens(1000)
     full = scores(path, policies.fit("full", 1024, 0), tokens, n_batch=16)
     error = {}
-    for name, params in {
-        "window": None,
-        "few": {"exact": 1},
-        "many": {"exact": 500},
-    }.items():
+    for name, params in {"window": None, "few": {"exact": 1}, "many": {"exact": 500}}.items():
         policy = fit(**params) if params else policies.fit("streamingllm", 48, 16)
         error[name] = np.abs(scores(path, policy, tokens, archive_type="f32") - full)[600:].mean()
     assert error["many"] < 0.9 * error["few"] < 0.8 * error["window"]

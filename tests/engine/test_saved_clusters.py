@@ -205,8 +205,7 @@ def test_smaller_archive_restores_the_clusters_of_its_blocks(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("index", "value"),
-    [(0, 7), (0, -256), (1, 10**12), (1, 2**62), (1, 0), (1, 256 * 40), (None, 1)],
+    ("index", "value"), [(0, 7), (0, -256), (1, 10**12), (1, 2**62), (1, 0), (1, 256 * 40), (None, 1)]
 )
 def test_invalid_clusters_and_centers_are_refused(tiny_model, index, value):
     path = tiny_model(**MODEL)

@@ -17,6 +17,7 @@ from kvtool.chats.archive_file import ArchiveFile, archive_path
 from kvtool.errors import SessionError
 from kvtool.llama.cache.segment import CLUSTERS, TABLE, Clusters, Segment, clusters_name, listed, pieces
 from kvtool.system import files
+from tests.serve.killed_turns import KILLED, die_at_call
 from tests.tools.test_files import full_after
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and processes of Unix")
@@ -494,34 +495,21 @@ def test_archive_file_has_the_mode_and_folder_of_its_session(path, tmp_path):
 # the process is killed at each call that changes a file
 
 
-class Steps:
-    """Count the calls that change a file, and end the process at call n + 1, as kill -9 does.
+def die_at_change(n):
+    """Make this process exit at its n-th call that changes a file, as kill -9 does.
 
     If this call writes data, it first writes half of the data.
     """
+    n_left, write_all = die_at_call(n), files.write_all
 
-    def __init__(self, n):
-        self.left = n
-        write_all = files.write_all
+    def counted(file, data):
+        n_left[0] -= 1
+        if not n_left[0]:
+            file.write(data[: len(data) // 2])
+            os._exit(KILLED)
+        write_all(file, data)
 
-        def counted(file, data):
-            self.step(file, data)
-            write_all(file, data)
-
-        files.write_all = archive_file.write_all = counted
-        for name in ("fsync", "replace", "link", "unlink"):
-            self.wrap(os, name)
-
-    def step(self, file=None, data=b""):
-        self.left -= 1
-        if self.left < 0:
-            if file:
-                file.write(data[: len(data) // 2])
-            os._exit(9)
-
-    def wrap(self, owner, name):
-        plain = getattr(owner, name)
-        setattr(owner, name, lambda *arguments, **options: (self.step(), plain(*arguments, **options))[1])
+    files.write_all = archive_file.write_all = counted
 
 
 def turn(path, archive):
@@ -563,7 +551,7 @@ def other_chat(path, archive):
     ],
 )
 def test_process_killed_at_any_step_leaves_a_complete_session(tmp_path, change, before, after):
-    for n in range(1000):
+    for n in range(1, 1000):
         path = tmp_path / str(n) / "talk.kv"
         path.parent.mkdir()
         save(path, Archive(*before))
@@ -571,11 +559,11 @@ def test_process_killed_at_any_step_leaves_a_complete_session(tmp_path, change, 
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if not child:
-            Steps(n)
+            die_at_change(n)
             change(path, Archive(*after))
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code in (0, 9)
+        assert code in (0, KILLED)
         saved = after if session.read_meta(path)["n"] == after[1] else before
         assert holds(path, Archive(*saved))
         if change is other_chat and saved is after:
@@ -588,4 +576,4 @@ def test_process_killed_at_any_step_leaves_a_complete_session(tmp_path, change, 
         if not code:
             break
     assert saved == after
-    assert n > 3
+    assert n > 4

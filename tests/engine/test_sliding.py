@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.measure import perplexity
-from kvtool.models.catalogue import registry
 from tests.engine.exact_engines import (
     N_UNTIED,
     ON_CUDA,
@@ -39,15 +37,6 @@ def assert_scored_alike(errors, name):
     if ON_CUDA and name == "tova":
         errors = errors[:N_UNTIED]
     assert errors.max() < TOLERANCE or (name in TIED and np.median(errors) < TOLERANCE / 2)
-
-
-def test_text_without_evictions_scores_like_the_definition(gemma3):
-    path, tokens = gemma3(), random_tokens(200)
-    expected = transformer.run(transformer.Llama(path), tokens)
-    with open_engine(path, policies.fit("full", 256)) as engine:
-        actual = perplexity.stream(engine, tokens)
-        assert engine.context.row_layers.tolist() == [1, 1, 3, 3]
-    assert np.abs(actual - expected.nll).max() < TOLERANCE
 
 
 @pytest.mark.share(2, "positions", "evict_every")
@@ -94,24 +83,3 @@ def test_logits_without_evictions_equal_llama_cpp_bit_for_bit(gemma3, name):
         assert np.abs(actual - expected).max() < TOLERANCE
     else:
         assert actual.tobytes() == expected.tobytes()
-
-
-def test_the_real_gemma_gives_the_logits_of_llama_cpp():
-    if not (gemma := registry()["gemma3-270m"]).here:
-        pytest.skip("gemma3-270m is not downloaded")
-    batches = np.random.default_rng(0).integers(1000, 200000, (2, 16)).astype(np.int32)
-    with open_engine(gemma.path, policies.fit("full", 256), n_batch=16, n_output=16) as engine:
-        actual = stepped_logits(engine, batches)
-        layers = engine.model.layers
-        assert engine.context.n_row == layers.n_row == 3
-        sliding = layers.swa_bytes(16, "f32", "f32")
-        assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + sliding
-    assert actual.tobytes() == plain_logits(gemma.path, 256, batches, n_batch=16).tobytes()
-
-
-@pytest.mark.parametrize("n_batch", [64, 256])
-def test_cache_bytes_are_those_of_full_and_sliding_layers(tiny_model, n_batch):
-    path, options = tiny_model(arch="gemma3", window=300), {"n_batch": n_batch, "n_output": 1}
-    with open_engine(path, policies.fit("streamingllm", 200, 16), over_budget=False, **options) as engine:
-        layers, kinds = engine.model.layers, ("f32", "f32")
-        assert engine.cache_bytes == 256 * layers.cell_bytes(*kinds) + layers.swa_bytes(n_batch, *kinds)

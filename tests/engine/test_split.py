@@ -92,37 +92,19 @@ def change(path, name, value):
         file.write(value.to_bytes(2, "little"))
 
 
+SECOND = "chat-F32-00002-of-00003.gguf"
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda first, second, third: second.unlink(),
-            "chat-F32-00002-of-00003.gguf of the 3 parts of the model is missing; all have to be in ",
-        ),
-        (
-            lambda first, second, third: (second.unlink(), third.unlink()),
-            "chat-F32-00002-of-00003.gguf and 1 more of the 3 parts of the model is missing",
-        ),
-        (
-            lambda first, second, third: os.truncate(second, second.stat().st_size - 1000),
-            "chat-F32-00002-of-00003.gguf is truncated",
-        ),
-        (
-            lambda first, second, third: shutil.copy(third, second),
-            "chat-F32-00002-of-00003.gguf is not part 2 of 3 of a model; download it again",
-        ),
-        (
-            lambda first, second, third: change(first, "split.tensors.count", 99),
-            " tensors instead of 99: they are not of one model",
-        ),
-        (
-            lambda first, second, third: first.rename(first.with_name("chat.gguf")),
-            "chat.gguf is the first of 3 parts, and its name does not say so",
-        ),
-        (
-            lambda first, second, third: change(first, "split.count", 4),
-            "is the first of 4 parts, and its name does not say so",
-        ),
+        (lambda a, b, c: b.unlink(), f"{SECOND} of the 3 parts of the model is missing; all have to be in "),
+        (lambda a, b, c: (b.unlink(), c.unlink()), f"{SECOND} and 1 more of the 3 parts of the model is "),
+        (lambda a, b, c: os.truncate(b, b.stat().st_size - 1000), f"{SECOND} is truncated"),
+        (lambda a, b, c: shutil.copy(c, b), f"{SECOND} is not part 2 of 3 of a model; download it again"),
+        (lambda a, b, c: change(a, "split.tensors.count", 99), " instead of 99: they are not of one model"),
+        (lambda a, b, c: a.rename(a.with_name("chat.gguf")), "chat.gguf is the first of 3 parts, and its"),
+        (lambda a, b, c: change(a, "split.count", 4), "is the first of 4 parts, and its name does not say"),
     ],
 )
 def test_inconsistent_parts_are_refused_with_one_line(parts, spoil, message):

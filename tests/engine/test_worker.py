@@ -21,7 +21,7 @@ from kvtool.llama.libllama import endpoints
 from lab.benchmarks.servers import reserved_port
 from tests import fork_server, tiny
 from tests.blocking_policy import TIMEOUT_S, until
-from tests.cli.in_process_command import CUT_LINE, RECALL_LINE, assert_one_line, run_kvtool
+from tests.cli.in_process_command import CUT_LINE, RECALL_LINE, run_kvtool
 from tests.cli.test_cli import KVTOOL, TEXT, kvtool
 from tests.engine.rpc_server import skip_without_rpc
 
@@ -133,25 +133,9 @@ def test_duplicate_and_unknown_hosts_are_refused_before_connecting(named, words)
         pass
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["generate", "-p", "x", "--rpc", "here"], "a worker is host:port"),
-        (["generate", "-p", "x", "--rpc", "here:1", "-ngl", "0"], "--gpu-layers 0 leaves no layer"),
-    ],
-)
-def test_invalid_rpc_options_are_refused(arguments, words):
-    assert_one_line(run_kvtool(*arguments), 2, words)
-
-
 @pytest.mark.parametrize("command", ["chat", "generate", "perplexity", "compare", "eval", "inspect"])
 def test_every_command_that_runs_a_model_takes_workers(command):
     assert "--rpc HOST:PORT,..." in run_kvtool(command, "--help").stdout
-
-
-def test_worker_help_warns_that_there_is_no_authentication():
-    help_text = run_kvtool("worker", "--help").stdout
-    assert "no authentication" in " ".join(help_text.split())
 
 
 # workers
@@ -265,20 +249,6 @@ def test_used_port_is_refused_with_one_line(workers):
     message = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another kvtool;"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{message} choose another --port\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--host", "203.0.113.1"], "this machine has no such address"),
-        (["--host", "no-such-host.invalid"], "cannot be resolved to an IPv4 address"),
-        (["--host", "::1"], "the host must be a name or an IPv4 address, got ::1"),
-        (["--mem", "much"], "a size is a number"),
-        (["--mem", "0"], "must be above 0"),
-    ],
-)
-def test_invalid_worker_options_are_refused_with_one_line(options, words):
-    assert_one_line(run_kvtool("worker", *options), 2, words)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")

@@ -274,22 +274,13 @@ def test_override_pairs_are_separated_by_commas(typed, pairs):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"override_tensor": ("exps",)},
-            "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got 'exps'",
-        ),
+        ({"override_tensor": ("exps",)}, "--override-tensor takes PATTERN=BUFFER, such as ffn_down=CPU, got"),
         ({"override_tensor": ("a=CPU,b",)}, "takes PATTERN=BUFFER, such as ffn_down=CPU, got 'a=CPU,b'"),
         ({"override_tensor": ("=CPU",)}, "takes PATTERN=BUFFER"),
         ({"override_tensor": ("",)}, "takes PATTERN=BUFFER"),
-        (
-            {"override_tensor": ("ok=CPU", "(=CPU")},
-            "--override-tensor: '(' is not a regular expression (missing )",
-        ),
+        ({"override_tensor": ("ok=CPU", "(=CPU")}, "--override-tensor: '(' is not a regular expression"),
         ({"override_tensor": ("[z-a]=CPU",)}, "'[z-a]' is not a regular expression (bad character range"),
-        (
-            {"override_tensor": ("(?i)x=CPU",)},
-            "'(?i)x' is not a regular expression (llama.cpp does not know (?i",
-        ),
+        ({"override_tensor": ("(?i)x=CPU",)}, "'(?i)x' is not a regular expression (llama.cpp does not know"),
         ({"override_tensor": ("x{9999999999999}=CPU",)}, "is not a regular expression"),
         ({"tensor_split": ""}, "--tensor-split takes a share for each device, such as 3,1, got ''"),
         ({"tensor_split": "1,x"}, "takes a share for each device, such as 3,1, got '1,x'"),

@@ -296,26 +296,6 @@ def test_settings_out_of_range_are_refused_with_one_line(wrong, words):
     assert str(caught.value) == words
 
 
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
-        (["-l", "5"], "--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got '5'"),
-        (["--grammar", "x ::= y", "-j", "{}"], "--grammar and --json-schema cannot be combined; choose one"),
-    ],
-)
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_command_refuses_a_setting_before_it_looks_for_a_model(command, typed, words):
-    prompt = ["-p", "Hello"] if command == "generate" else []
-    done = run_kvtool(command, "-m", "no-such-model", *prompt, *typed, stdin="")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {words}\n")
-
-
-def test_logprobs_need_json():
-    done = run_kvtool("generate", "-p", "Hello", "--logprobs", 2)
-    assert (done.returncode, done.stderr) == (2, "kvtool: --logprobs needs --json\n")
-
-
 def test_chat_and_generate_and_python_have_the_same_settings():
     defaults = {name: getattr(Sampling, name) for name in declared(Sampling)}
     for command, temp in ((chat, 0.8), (generate, 0.4)):

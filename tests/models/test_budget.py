@@ -17,11 +17,7 @@ PLAIN = Layers(tuple(Layer(i, Kind.ROWS, i, 2, 32, 32, 0) for i in range(2)))
 """Two layers with two KV heads. A cell takes 512 bytes: 32 + 32 numbers in f16 per head."""
 
 HYBRID = Layers(
-    (
-        *PLAIN.all,
-        Layer(2, Kind.SLIDING, 2, 2, 32, 32, 0),
-        Layer(3, Kind.RECURRENT, 3, 0, 0, 0, 12345),
-    ),
+    (*PLAIN.all, Layer(2, Kind.SLIDING, 2, 2, 32, 32, 0), Layer(3, Kind.RECURRENT, 3, 0, 0, 0, 12345)),
     n_swa=200,
 )
 """The layers of PLAIN, a layer with a sliding window, and a recurrent layer.
@@ -36,8 +32,7 @@ def parse(text, layers=PLAIN, n_batch=64, **types):
 
 
 @pytest.mark.parametrize(
-    ("text", "n"),
-    [("512", 512), (" 12 ", 12), ("10%", 100), ("0.19%", 1), ("99.99%", 999), ("100%", 1000)],
+    ("text", "n"), [("512", 512), (" 12 ", 12), ("10%", 100), ("0.19%", 1), ("99.99%", 999), ("100%", 1000)]
 )
 def test_a_budget_is_tokens_or_a_share_rounded_down(text, n):
     # tokens and shares do not depend on the model's layers

@@ -225,12 +225,6 @@ def test_layers_of_a_closed_model_raise_usage_error(tiny_model):
         _ = model.layers
 
 
-def test_plain_layers_come_from_the_header(tiny_model):
-    layers = read(tiny_model(arch="deci", n_layer=3, n_head_kv=[1, 2, 4])).plain_layers
-    assert [layer.n_head_kv for layer in layers.all] == [1, 2, 4]
-    assert (layers.kinds, layers.n_row) == ([], 7)
-
-
 def test_header_layers_count_latent_values_only_for_older_files(tiny_model):
     info = read(tiny_model())
     metadata = info.metadata | {"deepseek2.attention.key_length_mla": 192}

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from kvtool.serve.api import messages, request_tools
+from kvtool.serve.api.errors import ApiError
 from tests.blocking_policy import TIMEOUT_S
 from tests.serve.killed_server import events, get_response
 
@@ -26,6 +29,15 @@ def check_messages(body):
 def check_tools(body):
     """Check the tools of a request to /v1/chat/completions."""
     return request_tools.check_tools(request_tools.listed(body))
+
+
+@contextmanager
+def refused(param, words=""):
+    """Check that the block raises an ApiError about this field, whose message begins with field and words."""
+    with pytest.raises(ApiError) as caught:
+        yield caught
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"{param} {words}")
 
 
 @contextmanager

@@ -105,17 +105,18 @@ def send(
 
 
 @contextmanager
-def serve_in_process(model, **options):
+def serve_in_process(model, sessions=None, **options):
     """Serve a model in this process. The server starts in a fraction of a second.
 
     Requests without a temperature are answered greedily.
 
+    sessions: folder in which all chats are stored, or None.
     options: fields of `ChatOptions`. Without `checkpoints`, the server makes no checkpoints.
     """
     raw = {"model": str(model), "threads": 1, "checkpoints": "0", **options}
     run, generation = ChatOptions.from_values(raw, given=raw), serve._RequestDefaults(temp=0)
     site = Site("here", run.policy, JobQueue(64), Defaults(generation.sampling()))
-    open_pool = partial(serve._open, site, run, serve._ServeOptions(), generation)
+    open_pool = partial(serve._open, site, run, serve._ServeOptions(sessions=sessions), generation)
     ready, pools, errors = threading.Event(), [], []
 
     def work():

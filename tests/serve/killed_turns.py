@@ -179,26 +179,50 @@ def go_on(model, policy, folder, finished):
     return answers
 
 
+def whole_run(live, folder):
+    """Return (results, number of calls) of a run that is not killed. live: see `kill_at_each_call`."""
+    # the first process may also write compiled kernels, so its calls are not counted
+    live(folder / "first", NEVER)
+    code, results = live(folder / "whole", NEVER)
+    assert code == 0
+    n_call = results.pop()
+    return results, n_call
+
+
+def kill_at_each_call(live, folder, step, whole, n_call, check):
+    """Kill a run at every `step`-th of its n_call calls, each in a new folder. Return n_call.
+
+    live(folder, n): run until the n-th call. Return (exit code, list of results).
+    whole: results of a whole run.
+    check(folder, results): check the folder of a run that was killed after these results.
+    """
+    for n in range(1, n_call + 1, step):
+        place = folder / f"killed-{n}"
+        code, results = live(place, n)
+        try:
+            assert code == KILLED
+            assert results == whole[: len(results)]
+            check(place, results)
+        except AssertionError as error:
+            raise AssertionError(f"call {n}: {error}") from error
+        shutil.rmtree(place)
+    return n_call
+
+
 def run(model_path, folder, policy, step=1):
     """Kill a server at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
     model = Model(model_path)
-    # the first process may also write compiled kernels, so its calls are not counted
-    live(model, policy, folder / "first", NEVER)
-    code, finished = live(model, policy, folder / "whole", NEVER)
-    assert code == 0
-    n_call = finished.pop()
+    start = partial(live, model, policy)
+    finished, n_call = whole_run(start, folder)
     expected = []
     for i, turn in enumerate(finished):
         # Get the expected reply from a server that has not read later turns: after rewinding from a later
         # turn, the cache may hold other tokens, and the reply may differ.
         place = folder / f"turn-{i}"
-        live(model, policy, place, NEVER, i + 1)
+        start(place, NEVER, i + 1)
         expected += go_on(model, policy, place, [turn])
-    for n in range(1, n_call + 1, step):
-        place = folder / f"killed-{n}"
-        code, turns = live(model, policy, place, n)
-        assert code == KILLED, f"call {n}"
-        assert turns == finished[: len(turns)], f"call {n}"
+
+    def check(place, turns):
         # Check the two newest finished turns: older ones may have been deleted to free space. Also check the
         # turn that was being stored, which may be incomplete.
         first, end = max(len(turns) - 2, 0), len(turns) + 1
@@ -208,21 +232,24 @@ def run(model_path, folder, policy, step=1):
             # n_cached exceeds the turn's tokens if the new question begins with the same tokens as an earlier
             # question in the cache, and the cache can be rewound to the end of these tokens
             if n_cached < turn["n"]:
-                assert i == len(turns), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
+                assert i == len(turns), f"{n_cached} of {turn['n']} tokens were stored"
             else:
-                assert reply == expected_reply, (
-                    f"call {n}: {reply!r} follows, and {expected_reply!r} where nobody was killed"
-                )
+                assert reply == expected_reply, f"{reply!r} instead of {expected_reply!r}"
         names = {path.name for path in place.iterdir()}
         # no unfinished file may be left; FILE.archive.next may be left only if there is no FILE.archive
         unfinished = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
-        assert not unfinished, f"call {n}: {unfinished}"
-        shutil.rmtree(place)
-    return n_call
+        assert not unfinished, unfinished
+
+    return kill_at_each_call(start, folder, step, finished, n_call, check)
+
+
+def main(run):
+    """Call `run` for each policy on the command line: MODEL FOLDER STEP POLICY ..."""
+    for policy in sys.argv[4:]:
+        place = Path(sys.argv[2]) / policy
+        place.mkdir(parents=True)
+        print(policy, run(sys.argv[1], place, policy, int(sys.argv[3])), flush=True)
 
 
 if __name__ == "__main__":
-    for each in sys.argv[4:]:
-        place = Path(sys.argv[2]) / each
-        place.mkdir(parents=True)
-        print(each, run(sys.argv[1], place, each, int(sys.argv[3])), flush=True)
+    main(run)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 from tests import fork_server
 from tests.blocking_policy import TIMEOUT_S
-from tests.serve.killed_server import CONNECTION_ERRORS
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "NUMBA")}
 
@@ -21,37 +20,18 @@ class Server:
 
     url: address of its root, without a slash at the end.
     lines: the lines that it wrote to stderr until it was ready.
-    is_killed: True after `kill` was called.
     """
 
     def __init__(self, process, url, lines):
         self.process = process
         self.url = url
         self.lines = lines
-        self.is_killed = False
 
     def stop(self, signal_number=signal.SIGINT):
         """End the server with a signal. Return (exit code, its text on stderr after it was ready)."""
         self.process.send_signal(signal_number)
         _, stderr = self.process.communicate(timeout=TIMEOUT_S)
         return self.process.returncode, stderr
-
-    def kill(self):
-        """Kill the server while clients talk to it. See `until_killed`."""
-        self.is_killed = True
-        self.process.kill()
-
-    @contextmanager
-    def until_killed(self):
-        """Run a block that talks to the server. If `kill` breaks a connection, the block ends without error.
-
-        A connection that breaks before `kill` is called is a fault of the server: its error is raised.
-        """
-        try:
-            yield
-        except CONNECTION_ERRORS:
-            if not self.is_killed:
-                raise
 
 
 @contextmanager

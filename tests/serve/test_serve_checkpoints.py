@@ -17,9 +17,15 @@ N_BATCH = 128
 LONG = "The tide comes and goes, and someone counts the waves. " * 60
 
 
-@pytest.fixture(params=[RECALL, FULL], ids=["recall", "full"])
+@pytest.fixture(scope="module", params=[RECALL, FULL], ids=["recall", "full"])
 def options(request):
     return *request.param, "--temp", "0", "-b", str(N_BATCH)
+
+
+@pytest.fixture(scope="module")
+def url(hybrid_talker, options):
+    with start_server(hybrid_talker, *options) as server:
+        yield server.url
 
 
 def talked(url):
@@ -31,32 +37,40 @@ def talked(url):
     return messages
 
 
-def check_edits(url, messages):
-    """Change a chat in several places, and check how many tokens are read."""
+def check_edits(url, messages, *shares):
+    """Change a chat in several places, and check how many tokens are read.
+
+    shares: where the first message is changed, each as a share of its length.
+    """
     answer = ask(url, messages[:4])
     # a repeated request continues from a checkpoint, and reads at most the last question again
     assert answer.n_read < 30 < answer.n_prompt
     assert ask(url, [*messages[:3], message("user", "Who was it?")]).n_read < 30
     # the checkpoint is just before the reply header, so only the header is read
     assert ask(url, messages[:2]).n_read == len("[e][a]")
-    for share in (0.9, 0.5):
+    for share in shares:
         offset = int(len(LONG) * share)
         answer = ask(url, [messages[0], message("user", LONG[:offset] + "! " + LONG[offset:])])
         n_changed = answer.n_prompt * (1 - share)
         assert n_changed < answer.n_read < n_changed + SPACING + N_BATCH
 
 
-def test_edited_chat_rereads_at_most_one_checkpoint_spacing(hybrid_talker, options):
-    with start_server(hybrid_talker, *options) as server:
-        check_edits(server.url, talked(server.url))
+def test_edited_chat_rereads_at_most_one_checkpoint_spacing(hybrid_talker, options, tmp_path):
+    arguments = (*options, "--sessions", str(tmp_path))
+    with start_server(hybrid_talker, *arguments) as server:
+        messages = talked(server.url)
+        check_edits(server.url, messages, 0.9, 0.5)
+        server.stop()
+    # the next server has the stored checkpoints
+    with start_server(hybrid_talker, *arguments) as server:
+        check_edits(server.url, messages, 0.8, 0.4)
 
 
-def test_changed_reply_after_a_short_prompt_rereads_no_prompt(hybrid_talker, options):
-    with start_server(hybrid_talker, *options) as server:
-        chat = [message("user", "Who is it?")]
-        n_prompt = ask(server.url, chat).n_prompt
-        chat += [message("assistant", "Nobody."), message("user", "Why?")]
-        assert ask(server.url, chat).n_cached == n_prompt
+def test_changed_reply_after_a_short_prompt_rereads_no_prompt(url):
+    chat = [message("user", "Who is it?")]
+    n_prompt = ask(url, chat).n_prompt
+    chat += [message("assistant", "Nobody."), message("user", "Why?")]
+    assert ask(url, chat).n_cached == n_prompt
 
 
 def test_changed_first_message_is_read_from_the_end_of_the_system_prompt(hybrid_talker, options):
@@ -84,20 +98,10 @@ def test_changed_message_in_a_long_prompt_is_read_from_its_start(tmp_path, optio
             assert answer.n_read <= n_after * 9 // 8
 
 
-def test_checkpoints_are_stored_for_the_next_server(hybrid_talker, options, tmp_path):
-    arguments = (*options, "--sessions", str(tmp_path))
-    with start_server(hybrid_talker, *arguments) as server:
-        messages = talked(server.url)
-        server.stop()
-    with start_server(hybrid_talker, *arguments) as server:
-        check_edits(server.url, messages)
-
-
-def test_edited_chat_gets_the_answer_of_a_fresh_server(hybrid_talker, options):
-    with start_server(hybrid_talker, *options) as server:
-        messages = talked(server.url)
-        edited = [messages[0], message("user", LONG[:-600] + "And who is kind?")]
-        reply = ask(server.url, edited).reply
-        assert ask(server.url, messages[:4]).reply == messages[4]
+def test_edited_chat_gets_the_answer_of_a_fresh_server(url, hybrid_talker, options):
+    messages = talked(url)
+    edited = [messages[0], message("user", LONG[:-600] + "And who is kind?")]
+    reply = ask(url, edited).reply
+    assert ask(url, messages[:4]).reply == messages[4]
     with start_server(hybrid_talker, *options) as fresh:
         assert ask(fresh.url, edited).reply == reply

@@ -6,6 +6,7 @@ Other tests here check which files and checkpoints a server stores for a chat.
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -15,9 +16,10 @@ from kvtool.llama.loaded.model import Model
 from kvtool.serve.store.chats import ChatStore
 from tests import tiny
 from tests.serve.http_requests import ask, message
+from tests.serve.in_process_server import serve_in_process
 from tests.serve.killed_turns import SlotServer
 from tests.serve.subprocess_server import start_server
-from tests.serve.test_serve_back import RECALL
+from tests.serve.test_serve_back import KEEPS_ALL, RECALL
 
 pytestmark = pytest.mark.engine
 
@@ -65,33 +67,36 @@ def test_changed_reply_is_read_from_the_end_of_its_prompt(url):
 
 @pytest.mark.parametrize(("prompt", "n"), [(message("user", "Why?"), 0), (LONG, 1)], ids=["short", "long"])
 def test_only_long_prompts_get_a_checkpoint_before_the_reply(talker, tmp_path, prompt, n):
-    with start_server(talker, "--policy", "h2o", "--sessions", str(tmp_path)) as server:
-        ask(server.url, [prompt])
+    with serve_in_process(talker, tmp_path, policy="h2o", checkpoints="64MiB") as server:
+        server.chat([prompt])
         (path,) = tmp_path.glob("*.kv")
         assert len(listed(session.read(path)[1], SavedCheckpoint)) == n
 
 
-@pytest.mark.parametrize("options", [RECALL, ("--policy", "h2o")], ids=["recall", "h2o"])
+@pytest.mark.parametrize("options", [KEEPS_ALL["recall"], {"policy": "h2o"}], ids=["recall", "h2o"])
 @pytest.mark.parametrize("size", ["64MiB", "0"])
 def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
-    arguments = (*options, "--checkpoints", size, "--temp", "0", "--sessions", str(tmp_path))
-    with start_server(sliding, *arguments) as server:
+    def asked(server, messages):
+        """Return (reply, number of cached tokens of the prompt, number of its other tokens)."""
+        reply, usage = server.chat(messages)
+        n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return reply, n_cached, usage["prompt_tokens"] - n_cached
+
+    start = partial(serve_in_process, sliding, tmp_path, **options | {"checkpoints": size})
+    with start() as server:
         messages = [LONG]
         for _ in range(2):
-            messages += [ask(server.url, messages).reply, NEXT]
-        answer = ask(server.url, messages)
-        assert answer.n_read < 400 < answer.n_all
+            messages += [server.chat(messages)[0], NEXT]
+        reply, n_cached, n_read = asked(server, messages)
+        assert n_read < 400 < n_cached
         assert len([*tmp_path.glob("*.kv")]) == 1
         # the server reads an edited chat again from the newest checkpoint, and stores it as another chat
-        edited = [*messages[:-1], message("user", "Nobody.")]
-        other = ask(server.url, edited)
-        assert other.n_cached == 0 if size == "0" else other.n_read < 100
+        _, n_cached, n_read = asked(server, [*messages[:-1], message("user", "Nobody.")])
+        assert n_cached == 0 if size == "0" else n_read < 100
         assert len([*tmp_path.glob("*.kv")]) == 2
         assert not [*tmp_path.glob("*.kv.[0-9]*")]
-        server.stop()
-    with start_server(sliding, *arguments) as server:
-        more = [*messages, answer.reply, message("user", "Why?")]
-        assert ask(server.url, more).n_read < 100
+    with start() as server:
+        assert asked(server, [*messages, reply, message("user", "Why?")])[2] < 100
 
 
 def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from urllib.parse import urlsplit
@@ -21,7 +20,7 @@ from tests.blocking_policy import TIMEOUT_S, until
 from tests.fuzz import fuzz_serve
 from tests.serve import crowd_serve, http_requests
 from tests.serve.crowd_serve import RECALL, reply_to
-from tests.serve.http_requests import message, request
+from tests.serve.http_requests import message
 from tests.serve.killed_server import CONNECTION_ERRORS
 from tests.serve.subprocess_server import ONE_THREAD, start_server
 
@@ -91,59 +90,6 @@ def test_kill_at_any_file_operation_loses_no_turn(model, tmp_path, share_of, pol
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) > 25
-
-
-def kill_amid(server, talks, is_time):
-    """Call all `talks` in parallel. Kill the server once is_time() is true or one of the calls has ended.
-
-    Raises the error of a call that failed.
-    """
-    with ThreadPoolExecutor(len(talks)) as pool:
-        threads = [pool.submit(talk) for talk in talks]
-        try:
-            until(lambda: is_time() or any(thread.done() for thread in threads))
-        finally:
-            server.kill()
-    for thread in threads:
-        thread.result()
-
-
-@EACH_POLICY
-def test_kill_during_20_streams_loses_no_finished_turn(model, tmp_path, policy):
-    chats = [[] for _ in range(20)]
-    tokens = [0] * 20
-
-    def talk(server, i):
-        with server.until_killed():
-            while not server.is_killed:
-                messages = [*chats[i], message("user", f"{i}: What is stone {len(chats[i])}?")]
-                answer = ask(server.url, messages)
-                # If a kill came after a reply was stored and before it arrived, the question is asked again.
-                # With recall, the cache may then have the question's tokens.
-                assert tokens[i] <= answer.n_cached <= (answer.n_all if policy == "recall" else tokens[i])
-                chats[i], tokens[i] = [*messages, answer.reply], answer.n_all
-                # disconnect before the answer is finished
-                longer = [*chats[i], message("user", "x")]
-                request(server.url, {"messages": longer, "temperature": 0, "stream": True}, n_events=3)
-
-    def have_turns(n):
-        """Return True if the chats have n or more turns in total, and more than 10 chats have a turn."""
-        return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
-
-    for n in (12, 24):
-        with start_server(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
-            kill_amid(server, [partial(talk, server, i) for i in range(len(chats))], partial(have_turns, n))
-        assert have_turns(n)
-    with start_server(model, *options_of(policy), "--sessions", str(tmp_path)) as server:
-        answers = [ask(server.url, [*chat, message("user", "And?")]) if chat else None for chat in chats]
-    for answer, n in zip(answers, tokens, strict=True):
-        assert not answer or is_all(policy, answer.n_cached, n)
-    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
-    with start_server(model, *options_of(policy)) as server:
-        for chat, answer in zip(chats, answers, strict=True):
-            for n in range(0, len(chat), 2):
-                assert ask(server.url, chat[: n + 1]).reply == chat[n + 1]
-            assert not answer or ask(server.url, [*chat, message("user", "And?")]).reply == answer.reply
 
 
 @EACH_POLICY
@@ -280,17 +226,8 @@ main()
     ("name", "code"), [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM), ("SIGHUP", -signal.SIGHUP)]
 )
 def test_signal_before_the_model_is_loaded_ends_the_server_with_a_line(chat_model, name, code):
-    command = [
-        sys.executable,
-        "-c",
-        LOCATING.format(name=name),
-        "serve",
-        "-m",
-        str(chat_model),
-        "--port",
-        "0",
-    ]
-    done = fork_server.run(command)
+    program = [sys.executable, "-c", LOCATING.format(name=name)]
+    done = fork_server.run([*program, "serve", "-m", str(chat_model), "--port", "0"])
     assert (done.returncode, done.stderr) == (code, "kvtool: stopped\n")
 
 

@@ -163,10 +163,7 @@ AWKWARD = {
     "a list of a definition": ({"x": {"type": "array", "items": {"$ref": "#/$defs/colour"}}}, {"x": ["red"]}),
     "great lengths": ({"x": {"type": "string", "maxLength": 10**12}}, {"x": "a" * 30}),
     "a name": ({"x y": {"type": "string"}}, {"x y": "b"}),
-    "the end in a choice": (
-        {"x": {"enum": ["</parameter></arg_value>"]}},
-        {"x": "</parameter></arg_value>"},
-    ),
+    "the end in a choice": ({"x": {"enum": ["</parameter></arg_value>"]}}, {"x": "</parameter></arg_value>"}),
     "names of rules": (
         {
             "root": {"type": "string"},

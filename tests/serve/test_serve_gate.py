@@ -263,12 +263,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80:
     ("value", "is_local", "accepted", "refused_hosts"),
     [
         ("127.0.0.1", True, LOCAL_HOSTS, ("gpu.lan", "gpu", "gpu.local")),
-        (
-            "0.0.0.0",
-            False,
-            (*LOCAL_HOSTS, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"),
-            ("lan", "gpu.evil"),
-        ),
+        ("0.0.0.0", False, (*LOCAL_HOSTS, "gpu.lan", "GPU", "gpu.local", "gpu.lan.local"), ("lan", "x.evil")),
         ("Kvtool", False, (*LOCAL_HOSTS, "kvtool", "gpu"), ("kvtool.local",)),
     ],
 )

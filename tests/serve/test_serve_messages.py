@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 
-import httpx2 as httpx
 import pytest
 
-from tests.blocking_policy import TIMEOUT_S
 from tests.serve.client_packages import anthropic, openai
-from tests.serve.http_requests import events_of, message
+from tests.serve.http_requests import message
 from tests.serve.subprocess_server import start_server
 
 SYSTEM = [{"type": "text", "text": "You are helpful."}, {"type": "text", "text": "Be brief."}]
-HEADER = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.d2e; cch=0f1e2;"}
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -72,30 +68,15 @@ def test_messages_answer_has_text_usage_and_stats(client):
     assert second_usage.cache_creation_input_tokens > 10
 
 
-def test_stream_has_the_text_and_usage_of_the_whole_answer(server, client):
+def test_stream_has_the_text_and_usage_of_the_whole_answer(client):
     messages = [message("user", "Name an animal.")]
     whole = ask(client, messages)
-    body = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
-    with client.messages.stream(**body) as stream:
+    with client.messages.stream(model="x", max_tokens=6, system=SYSTEM, messages=messages) as stream:
         texts = list(stream.text_stream)
         final = stream.get_final_message()
     assert len(texts) > 3
     assert "".join(texts) == final.content[0].text == whole.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
-    sent = httpx.post(f"{server.url}/v1/messages?beta=true", json=body | {"stream": True}, timeout=TIMEOUT_S)
-    # on a slow machine, pings come between the events
-    events = [event for event in events_of(sent.text) if event["type"] != "ping"]
-    kinds = " ".join(event["type"] for event in events)
-    assert re.fullmatch(
-        r"message_start content_block_start( content_block_delta)+ content_block_stop message_delta "
-        "message_stop",
-        kinds,
-    )
-    start, end = events[0]["message"], events[-2]
-    assert start["usage"] == end["usage"] | {"output_tokens": 0}
-    assert sum(end["usage"].values()) == n_prompt(whole.usage) + 6
-    assert end["kvtool"]["tokens"] == sum(end["usage"].values())
-    assert (start["content"], start["stop_reason"]) == ([], None)
 
 
 def test_deferred_tool_can_be_called_and_is_shown_at_its_reference(client):
@@ -218,22 +199,6 @@ def test_call_in_a_code_block_is_a_call_in_each_api(client, openai_client):
     for more in ({"tool_choice": "none", "tools": [tool]}, {}):
         whole = json.loads(openai_client.responses.create(**options, **more).output_text)
         assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
-
-
-def test_billing_header_is_dropped(client):
-    messages = [message("user", "What is a header?")]
-    first = ask(client, messages, system=[HEADER, *SYSTEM])
-    messages += [message("assistant", first.content), message("user", "And?")]
-    changed = HEADER | {"text": HEADER["text"].replace("0f1e2", "a3b4c")}
-    second = ask(client, messages, system=[changed, *SYSTEM])
-    assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + 6
-    plain = client.messages.count_tokens(model="x", messages=messages, system=SYSTEM).input_tokens
-    assert plain == n_prompt(second.usage)
-
-
-def test_any_model_name_means_the_loaded_model(client):
-    assert [model.id for model in client.models.list()] == ["smollm2-135m"]
-    assert client.models.retrieve("claude-opus-4-8").display_name == "smollm2-135m"
 
 
 def test_answer_ends_before_a_stop_sequence(client):

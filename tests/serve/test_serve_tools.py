@@ -17,7 +17,7 @@ from kvtool.serve.store.history import History
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.conversion import as_text, for_template, tools_text
 from kvtool.serve.tools.formats import HERMES, Format, shown_tokens
-from tests.serve.http_requests import check_messages, check_tools, message
+from tests.serve.http_requests import check_messages, check_tools, message, refused
 
 
 def tool(name, parameters=None, **more):
@@ -76,50 +76,28 @@ TYPES = ("must be an object", "must be a list", "must be a string", "must be tru
     [
         ({}, "tools", "must be a list"),
         ([1], "tools[0]", "must be an object"),
-        (
-            [tool("a"), {"type": "custom"}],
-            "tools[1].type",
-            "must be 'function', got 'custom'; other kinds of",
-        ),
+        ([tool("a"), {"type": "custom"}], "tools[1].type", "must be 'function', got 'custom'; other kinds"),
         ([{}], "tools[0].type", "must be 'function'; other kinds"),
         ([{"type": "function"}], "tools[0].function", "is missing"),
-        (
-            [tool("a"), tool("b c")],
-            "tools[1].function.name",
-            "must be 1 to 128 letters, digits, '_' or '-', got 'b c'",
-        ),
+        ([tool("a"), tool("b c")], "tools[1].function.name", "must be 1 to 128 letters, digits, '_' or '-',"),
         ([tool("a" * 129)], "tools[0].function.name", "must be 1 to 128 letters"),
         ([tool("a\n")], "tools[0].function.name", "must be 1 to 128 letters"),
         ([tool(None)], "tools[0].function.name", "must be 1 to 128 letters, digits, '_' or '-'"),
-        (
-            [tool("a"), tool("b"), tool("a")],
-            "tools[2].function.name",
-            "must be unique; there are two tools 'a'",
-        ),
+        ([tool("a"), tool("b"), tool("a")], "tools[2].function.name", "must be unique; there are two tools"),
         ([tool("a", description=1)], "tools[0].function.description", "must be a string"),
         ([tool("a", strict="yes")], "tools[0].function.strict", "must be true or false"),
         ([tool("a", [])], "tools[0].function.parameters", "must be a JSON schema, which is an object"),
-        (
-            [tool("a", {"type": "array"})],
-            "tools[0].function.parameters.type",
-            "must be 'object', got 'array'",
-        ),
+        ([tool("a", {"type": "array"})], "tools[0].function.parameters.type", "must be 'object', got"),
         ([tool("a", {"properties": []})], "tools[0].function.parameters.properties", "must be an object"),
-        (
-            [tool("a", {"properties": {"x": 1}})],
-            "tools[0].function.parameters.properties.x",
-            "must be a JSON schema",
-        ),
+        ([tool("a", {"properties": {"x": 1}})], "tools[0].function.parameters.properties.x", "must be a"),
         ([tool("a", {"required": "x"})], "tools[0].function.parameters.required", "must be a list of names"),
         ([tool("a", {"required": [1]})], "tools[0].function.parameters.required", "must be a list of names"),
     ],
 )
 def test_error_names_the_invalid_field_of_a_tool(value, param, words):
-    with pytest.raises(ApiError) as caught:
+    with refused(param, words) as caught:
         check_tools(value)
     error = caught.value
-    assert error.param == param
-    assert error.message.startswith(f"{param} {words}")
     code = "invalid_type" if words in TYPES else None
     assert (error.status, error.kind, error.code) == (400, "invalid_request_error", code)
     assert "\n" not in error.message
@@ -146,11 +124,7 @@ def test_calls_and_results_of_all_clients_are_normalized():
         result("Snow.", tool_call_id=""),
     )
     assert reply["tool_calls"] == [
-        {
-            "id": f"call_{n + 1}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        {"id": f"call_{n + 1}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for n, (name, arguments) in enumerate(
             [("weather", '{"city": "\u00c5rhus", "days": 2}'), ("weather", '{"city": "Oslo"}'), ("now", "{}")]
         )
@@ -253,12 +227,15 @@ def test_error_names_the_invalid_field_of_a_call_or_result(messages, words):
     assert caught.value.message.startswith(words)
 
 
+def named(tool):
+    return {"type": "function", "function": {"name": tool}}
+
+
 def test_tool_choice_values_are_read():
-    named = {"type": "function", "function": {"name": "now"}}
     assert check_choice(None, TOOLS) == check_choice("auto", TOOLS) == Choice("auto")
     assert check_choice(None, []) == check_choice("auto", []) == check_choice("none", TOOLS) == Choice("none")
     assert check_choice("required", TOOLS) == Choice("required")
-    assert check_choice(named, TOOLS) == Choice("required", "now")
+    assert check_choice(named("now"), TOOLS) == Choice("required", "now")
 
 
 @pytest.mark.parametrize(
@@ -266,34 +243,21 @@ def test_tool_choice_values_are_read():
     [
         ("any", "tool_choice", "must be 'none', 'auto', 'required' or an object, got 'any'"),
         (1, "tool_choice", "must be 'none', 'auto', 'required' or an object"),
-        (
-            {"type": "allowed_tools"},
-            "tool_choice.type",
-            "must be 'function', got 'allowed_tools'; other kinds are not",
-        ),
+        ({"type": "allowed_tools"}, "tool_choice.type", "must be 'function', got 'allowed_tools'; other"),
         ({"type": "custom", "custom": {}}, "tool_choice.type", "must be 'function', got 'custom'"),
         ({"type": "function"}, "tool_choice.function.name", "must be the name of a tool"),
-        (
-            {"type": "function", "function": {"name": "no"}},
-            "tool_choice.function.name",
-            "must be the name of a tool in tools, got 'no'",
-        ),
+        (named("no"), "tool_choice.function.name", "must be the name of a tool in tools, got 'no'"),
     ],
 )
 def test_error_names_the_invalid_field_of_tool_choice(value, param, words):
-    with pytest.raises(ApiError, match="^" + re.escape(f"{param} {words}")) as caught:
+    with refused(param, words):
         check_choice(value, TOOLS)
-    assert caught.value.param == param
 
 
 def test_required_call_without_tools_is_refused():
-    for value, param in (
-        ("required", "tool_choice"),
-        ({"type": "function", "function": {"name": "now"}}, "tool_choice.function.name"),
-    ):
-        with pytest.raises(ApiError) as caught:
+    for value, param in (("required", "tool_choice"), (named("now"), "tool_choice.function.name")):
+        with refused(param):
             check_choice(value, [])
-        assert caught.value.param == param
 
 
 SHOWS = (

@@ -406,7 +406,7 @@ def test_average_is_the_mean_of_the_tasks_means(parameters):
     ]
     results.append({"part": "cwe", "length": 8, "scores": {}})
     assert tasks.make("ruler", parameters).summary(results) == {
-        "average of 2 tasks, 8 tokens": pytest.approx(0.35),
+        "average of 2 tasks, 8 tokens": pytest.approx(0.35)
     }
 
 
@@ -442,11 +442,7 @@ def test_wonderwords_is_needed_only_for_tasks_with_words():
         ([], ["tasks=niah_single_2", "essays={tmp}/empty"], "no text in"),
         ([], ["tasks=qa_1", "squad={tmp}/none"], "cannot read"),
         ([], ["tasks=qa_1", f"squad={DATA / 'qmsum.jsonl'}"], "has a layout that ruler's qa_1 does not know"),
-        (
-            [],
-            ["tasks=qa_2", f"hotpotqa={DATA / 'squad.json'}"],
-            "has a layout that ruler's qa_2 does not know",
-        ),
+        ([], ["tasks=qa_2", f"hotpotqa={DATA / 'squad.json'}"], "has a layout that ruler's qa_2 does not"),
     ],
 )
 @pytest.mark.usefixtures("listed")

@@ -197,51 +197,36 @@ def test_qmsum_has_the_relevant_spans_or_the_whole_meeting():
 
 
 @pytest.mark.parametrize(
-    ("file", "prompt", "choices", "right", "ending"),
+    ("file", "prompt", "choices", "right"),
     [
-        ("openbookqa", "A frog lives in", ["a pond", "a lamp", "a clock", "a drum"], "a pond", None),
+        ("openbookqa", "A frog lives in", ["a pond", "a lamp", "a clock", "a drum"], 0),
         (
             "piqa",
             "Question: How to keep bread fresh?\nAnswer:",
             ["Wrap it in a cloth.", "Put it into a pond."],
-            "Wrap it in a cloth.",
-            None,
+            0,
         ),
-        (
-            "winogrande",
-            "The pot did not fit into the bag because the",
-            ["pot", "bag"],
-            "bag",
-            " was too small.",
-        ),
+        ("winogrande", "The pot did not fit into the bag because the", ["pot", "bag"], 1),
         (
             "mathqa",
             "Question: a crate holds 12 jars . how many jars do 5 crates hold ?\nAnswer:",
             ["17", "60", "1,200", "50", "none of these"],
-            "60",
-            None,
+            1,
         ),
-        (
-            "copa",
-            "The candle went out because",
-            ["the book was long.", "the window was open."],
-            "the window was open.",
-            None,
-        ),
+        ("copa", "The candle went out because", ["the book was long.", "the window was open."], 1),
         (
             "rte",
             "The mill was sold to Ada Quill in May.\nQuestion: Ada Quill bought the mill. True or False?\n"
             "Answer:",
             ["True", "False"],
-            "True",
-            None,
+            0,
         ),
     ],
 )
-def test_choice_prompts_equal_lm_evaluation_harness(file, prompt, choices, right, ending):
+def test_choice_prompts_equal_lm_evaluation_harness(file, prompt, choices, right):
     first, second = items("choice", f"{file}.jsonl")
-    assert (first.prompt, first.choices, first.references) == (prompt, choices, [right])
-    assert first.about.get("ending") == ending
+    assert (first.prompt, first.choices, first.references) == (prompt, choices, [choices[right]])
+    assert first.about.get("ending") == (" was too small." if file == "winogrande" else None)
     assert second.references[0] in second.choices
 
 
@@ -387,11 +372,7 @@ def test_a_stream_reads_chats_of_two_layouts():
 
 @pytest.mark.parametrize(
     ("task", "setting", "words"),
-    [
-        ("qa", "n_max=0", "n_max"),
-        ("summarize", "shots=-1", "shots"),
-        ("stream", "n_max=0", "n_max"),
-    ],
+    [("qa", "n_max=0", "n_max"), ("summarize", "shots=-1", "shots"), ("stream", "n_max=0", "n_max")],
 )
 def test_parameters_out_of_range_are_refused(task, setting, words):
     with pytest.raises(UsageError, match=words):

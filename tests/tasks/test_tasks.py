@@ -588,28 +588,6 @@ def test_needle_uses_the_chat_template(tiny_model, tmp_path):
     assert summary["chat"] is True
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["nope"], 2, "See `kvtool eval`."),
-        (["needle", "missing"], 5, "there is no file missing"),
-        (["needle"], 2, "needle needs a file; name it after the task"),
-        (["passkey", "--json", "--resume"], 2, "--resume needs the file to go on with: --records FILE"),
-        (["--json", "--limit", "3"], 2, "--limit needs a task; `kvtool eval` lists them"),
-        (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),
-        (["passkey", "--budget", "0%"], 2, "above 0% and at most 100%"),
-        (["passkey", "-o", "x=1"], 2, "no parameter 'x'"),
-        (["passkey", "--temp", "nan", "-m", "missing.gguf"], 2, "--temp must be in 0"),
-    ],
-)
-def test_impossible_options_give_one_line_and_an_exit_code(arguments, code, words):
-    done = run_kvtool("eval", *arguments)
-    assert done.returncode == code, done.stderr
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_reports_how_many_items_are_recorded(tiny_model, tmp_path, number):
     out = tmp_path / "out.jsonl"

@@ -123,11 +123,7 @@ def test_output_shows_temperature_and_seed_of_sampled_answers(tiny_chat):
     ("task", "more", "message"),
     [
         ("choice", ["--temp", "0.5"], "choice takes no --temp: it samples no answers"),
-        (
-            "stream",
-            ["--temp", "0.5", "--set", "scored=true"],
-            "stream takes no --temp: it samples no answers",
-        ),
+        ("stream", ["--temp", "2", "--set", "scored=true"], "stream takes no --temp: it samples no answers"),
         ("qa", ["--seed", "3"], "--seed has no effect without a temperature; add --temp T"),
     ],
 )
