@@ -29,7 +29,7 @@ MISSPELT = [
     ("chat -f x", "no such option: -f; `kvtool chat -h` "),
     (
         "generate --session a.kv hi",
-        "--session; chats have sessions: `echo PROMPT | kvtool chat --session FILE`; ",
+        "--session; chats have sessions: `echo PROMPT | kvtool chat --session F",
     ),
     ("chat --temperatur 1", "no such option: --temperatur; `kvtool chat -h` "),
     ("models pull", "kvtool: MODEL is missing; `kvtool models pull -h` lists its options"),
