@@ -57,7 +57,7 @@ budget = "10%"               # all commands that have the option
 threads = 4
 
 [chat]                       # one command
-system-file = "/home/me/tutor.txt"
+system = "Answer in one sentence."
 policy = "h2o"
 option = ["window=64"]       # -o, once for each
 

@@ -1,4 +1,4 @@
-"""Full: never evict; the text must fit into the budget.
+"""Full: never evict; the text must fit into the context.
 
 Baseline for the other policies.
 """

@@ -59,7 +59,7 @@ class _Grid(Options):
         "--policies NAMES",
         None,
         "Policies, separated by commas. Parameters follow colons: h2o:decay=0.999:window=64.",
-        default_text="all",
+        default_text="every policy",
         completes="policies",
         read=tested(_check_policies),
     )
