@@ -39,9 +39,9 @@ NOTES = (
     'the text between """ and """. @FILE inserts the text of a file. // begins a turn with a slash. Tab '
     "completes commands and paths; Ctrl-R searches what you typed before. Ctrl-C stops a reply and keeps it; "
     "while a turn is read, it takes the turn back. Ctrl-Z suspends kvtool.",
-    "/undo takes back any number of turns, also those of a session's earlier runs (of a chat that --reread "
-    "read, only the last turn), and up to 3 changes by /reset, /system and /load. For these changes it keeps "
-    "copies of the chat on disk, and deletes them when you leave.",
+    "/undo takes back any number of turns, also those of a session's earlier runs (after --reread only the "
+    "last one), and up to 3 changes by /reset, /system and /load. For these changes it keeps copies of the "
+    "chat on disk, and deletes them when you leave.",
     "With --session FILE, the file is written after every reply and /undo. /reset, /system and /load "
     "do not change it: the next reply first moves the chat in it to FILE.1 (FILE.2, ...).",
 )
