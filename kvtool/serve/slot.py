@@ -189,7 +189,7 @@ class Slot:
         started, conversation = self._clock(), resumer.conversation
         tokens = resumer.begin(request.messages, tools, history, reuses=request.reuses)
         conversation.hold_header()
-        n_all = resumer.n_cached + len(self.writer.unread) + len(tokens)
+        n_all = resumer.n_cached + len(tokens)
         self._check_length(n_all)
         n_prompt = n_all - conversation.header.n_left_out
         job.prompt_counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}

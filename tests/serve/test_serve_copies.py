@@ -99,6 +99,22 @@ def test_each_chat_has_one_session_file(sliding, tmp_path, options, size):
         assert asked(server, [*messages, reply, message("user", "Why?")])[2] < 100
 
 
+@pytest.mark.parametrize(
+    "options",
+    [(*RECALL, "--checkpoints", "0"), ("--policy", "h2o", "--budget", "1500", "--temp", "0")],
+    ids=["recall", "h2o"],
+)
+def test_system_prompt_that_begins_like_another_is_stored(sliding, options):
+    with start_server(sliding, *options) as server:
+        # the server stores full batches of 256 tokens; each letter is one token
+        for n, n_first, n_stored in ((45, 0, 256), (100, 256, 768), (60, 256, 512)):
+            system = message("system", "Be kind. " * n)
+            chats = [[system, message("user", text)] for text in ("Why?", "Who?", "How?")]
+            answers = [ask(server.url, chat) for chat in chats]
+            assert [answer.n_cached for answer in answers] == [n_first, n_stored, n_stored]
+            assert ask(server.url, chats[1], cache_prompt=False).reply == answers[1].reply
+
+
 def test_size_of_stored_chats_is_known_without_reading_files(sliding, tmp_path, monkeypatch):
     folder = tmp_path / "chats"
 

@@ -256,17 +256,18 @@ class Resumer:
         # the new chat replaces the stored chat if the rewind keeps all replies of the stored chat
         is_kept = chat is not None and bool(chat.turn_ends) and n >= chat.turn_ends[-1].n_token
         self._continued = chat if is_kept else None
-        if n < len(stream):
-            n = min(n, self._engine.n_past)
-            # the slot sets the sampler's last tokens from the request
-            if not writer.rewind(n, {"recent": [], "unread": [], "seed": seed}):
-                return None
+        # go back to a token that the engine can keep. Then no tokens of the stream stay unread, so
+        # `read_system_prompt` can stop at the end of the system prompt
+        n = self._engine.n_kept(min(n, self._engine.n_past))
+        # the slot sets the sampler's last tokens from the request
+        if n < len(stream) and not writer.rewind(n, {"recent": [], "unread": [], "seed": seed}):
+            return None
         if repins and n_pinned is not None:
             self._engine.pin(n_pinned)
         if chat:
             chat.used = time.monotonic()
         self._turn_ends, self.n_cached = candidate.turn_ends, self._engine.n_past
-        # also return the tokens before `first` that are still unread, because an earlier request was stopped
+        # also return the tokens before `first` that the rewind did not keep
         return np.concatenate([stream[n:first], tokens[max(n - first, 0) :]])
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -293,18 +294,20 @@ class Resumer:
             # a later chat with the same system prompt can continue from this chat
             return tokens
         n = n_before_checkpoint(self._engine, self._n_system)
-        is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
+        # if another system prompt begins with the same tokens, some of these n tokens may be in the cache
+        n_unread = n - self._engine.n_past
+        is_new = n_unread > 0 and messages[0]["role"] == "system"
         if n < min_start(self._engine) or not is_new or self._engine.reads_whole(len(tokens)):
             return tokens
-        if not self.conversation.writer.read(tokens[:n]):
+        if not self.conversation.writer.read(tokens[:n_unread]):
             return tokens[:0]
         self._engine.checkpoints.take()
         # If a checkpoint is a copy of the whole cache, also store the system prompt as a chat. The engine
         # has room for only a few such checkpoints, so a long chat may drop the checkpoint that was just made
         if self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
-            self._store(None, history.digests[1])
-        return tokens[n:]
+            self._store(None, history.digests[1], [])
+        return tokens[n_unread:]
 
     def read_prompt(self, tokens: np.ndarray, messages: list[Message], *, keeps_thought: bool) -> np.ndarray:
         """Read a prompt up to the header of the reply, and make checkpoints. Return the unread tokens.
@@ -318,12 +321,10 @@ class Resumer:
         prompt that ends with a user's message gets a checkpoint, even if it is short.
         """
         n = len(tokens) - max(self.conversation.header.n, 1)
-        # also count the tokens that an earlier request has left unread because it was stopped
-        n_all = n + len(self.conversation.writer.unread)
         is_first = keeps_thought and messages[-1]["role"] == "user"
         least = 1 if is_first else min_start(self._engine)
         makes_any = self._engine.checkpoints.max_bytes > 0
-        if not makes_any or n < 0 or n_all < least or self._engine.reads_whole(len(tokens)):
+        if not makes_any or n < least or self._engine.reads_whole(len(tokens)):
             return tokens
         done = 0
         for stop in self._stops(tokens[:n]) if self._engine.checkpoints.are_small else [n]:
@@ -363,13 +364,13 @@ class Resumer:
         history.add(earlier)
         digest = history.now
         self._turn_ends.append(self.conversation.turn_end()._replace(digest=digest.hex()))
-        self._current = self._store(self._continued, digest)
+        self._current = self._store(self._continued, digest, self._turn_ends)
 
-    def _store(self, before: StoredChat | None, digest: bytes) -> StoredChat | None:
+    def _store(self, before: StoredChat | None, digest: bytes, turn_ends: list[TurnEnd]) -> StoredChat | None:
         chat = self.conversation
         self.unsaved = None
         try:
-            return self.chats.add(before, digest, chat, self._meta(chat), turn_ends=list(self._turn_ends))
+            return self.chats.add(before, digest, chat, self._meta(chat), turn_ends=list(turn_ends))
         except SessionError as error:
             self.unsaved = str(error)
             return None
