@@ -333,5 +333,5 @@ def _prefill(engine: Engine) -> str:
         stream += ", each of which ends where an eviction is due"
     if engine.exact_reader.n_chunk:
         chunks = f"in chunks of up to {engine.exact_reader.n_chunk:,} tokens that attend to all before them"
-        return f"exact: {chunks}; short texts {stream}"
+        return f"exact: {chunks}" if engine.settings.prefill else f"exact: {chunks}; short texts {stream}"
     return f"stream: {stream}"

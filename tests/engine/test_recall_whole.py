@@ -115,7 +115,11 @@ def test_prompt_beyond_the_context_cannot_be_read_whole(tiny_model):
 
 @pytest.mark.parametrize(
     ("prefill", "line"),
-    [(None, "exact: in chunks of up to 512 tokens that attend to all"), ("stream", "stream: in batches")],
+    [
+        (None, "exact: in chunks of up to 512 tokens that attend to all before them; short texts in batches"),
+        ("exact", "exact: in chunks of up to 64 tokens that attend to all before them\n"),
+        ("stream", "stream: in batches"),
+    ],
 )
 def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model, prefill, line):
     monkeypatch.setattr(Model, "is_on_gpu", True)
