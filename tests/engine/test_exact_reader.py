@@ -96,6 +96,15 @@ def test_exact_reading_with_mla_equals_the_full_cache(tiny_model, settings):
     assert np.abs(exact - full).max() < tolerance < np.abs(streamed - full).max()
 
 
+@pytest.mark.parametrize(("kind", "most"), [("q8_0", 0.05), ("q5_0/q4_0", 0.25), ("iq4_nl", 0.3)])
+def test_exact_reading_with_mla_reads_every_archive_type(tiny_model, kind, most):
+    path, parts = tiny_model("deepseek2", n_ctx_train=2048), parts_of()[:2]
+    full = logits_of(path, policies.fit("full", 1024), parts)[0]
+    exact = logits_of(path, fit_recall(exact=16), parts, prefill="exact", archive_type=kind)[0]
+    # the error of logits, whose standard deviation is 2
+    assert np.square(exact - full).mean() ** 0.5 < most
+
+
 def test_exact_reading_is_closer_to_full_than_streaming(tiny_model):
     path, parts = tiny_model(n_head_kv=2, n_ctx_train=2048), parts_of()
     full, _, _ = logits_of(path, policies.fit("full", 1024), parts)
