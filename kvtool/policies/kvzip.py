@@ -3,8 +3,8 @@
 A prompt longer than the budget is decoded without evictions. Then a reconstruction pass follows: the model
 gets a request to repeat the prompt, and after it the prompt again as the model's answer, in chunks of `chunk`
 tokens. A token's score is the highest attention that it gets, while its chunk is repeated, from any query and
-any head of the group. The queries of the request count as well. The prompt is compressed once, by these
-scores. The scores do not depend on later questions about the prompt.
+any head of the group. Queries of the request also count. The prompt is compressed once, by these scores. The
+scores do not depend on later questions about the prompt.
 
 Tokens after the prompt have no score. When the budget is full again, the prompt's tokens with the lowest
 scores are evicted, and the tokens after the prompt stay, as in the paper. Tokens after the prompt are evicted
