@@ -54,11 +54,14 @@ from kvtool.policy import Signal, SignalRequest
 from tests.engine.exact_engines import open_engine, random_tokens
 from tests.engine.test_draft import N_DRAFT, decoded_logits
 
-ROUNDING = 1e-3
+ROUNDING = 1e-4
 """Tolerance: the largest allowed difference between results, divided by the results' standard deviation."""
 
-ORDER = 2 * ROUNDING
+ORDER = 3 * ROUNDING
 """Like ROUNDING, for results of which all sums are added up in a different order."""
+
+TWICE = 20 * ROUNDING
+"""Like ROUNDING, for keys that are rotated twice, and for steps of different lengths in deep models."""
 
 HALF = 0.03
 """Like ROUNDING, for results of which one was computed with keys and values in half precision."""
@@ -184,7 +187,7 @@ def alike(path: Path) -> str:
         api.llama_memory_seq_add(decoder._memory, 0, 0, n_first, n_gone)
 
     expected, actual = _then(path, n, n_more, remove, Decoder), _then(path, n, n_more, evict)
-    return _same(actual, expected, ROUNDING)
+    return _same(actual, expected, TWICE)
 
 
 def permuted(path: Path) -> str:
@@ -319,7 +322,7 @@ def drafts(path: Path) -> str:
         with open_engine(path, policies.fit("h2o", 48, 8), n_draft=N_DRAFT) as engine:
             tokens = random_tokens(150, n_vocab=engine.model.n_vocab)
             logits.append(np.array([*decoded_logits(engine, tokens, rng)]))
-    return _same(logits[1], logits[0], ORDER)
+    return _same(logits[1], logits[0], TWICE)
 
 
 def rewound(path: Path) -> str:
