@@ -126,16 +126,16 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
         staged_layer s;
         s.device = &d;
         s.bytes  = bytes;
-        s.type_k = s.type_v = device_type(l);
-        s.size_k = ggml_row_size(s.type_k, l.n_embd_k);
-        s.size   = ggml_row_size(s.type_v, l.n_embd_v) + s.size_k;
+        s.type   = device_type(l);
+        s.size_k = ggml_row_size(s.type, l.n_embd_k);
+        s.size   = ggml_row_size(s.type, l.n_embd_v) + s.size_k;
 
-        s.is_converted = s.type_k != l.type_k || (layers[i].v && s.type_v != l.type_v);
+        s.is_converted = s.type != l.type_k || (layers[i].v && s.type != l.type_v);
 
-        const auto rows = [&](int64_t n_embd, ggml_type type, size_t offset) {
-            ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), type, n_embd, n_token*l.n_head);
+        const auto rows = [&](int64_t n_embd, size_t offset) {
+            ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), s.type, n_embd, n_token*l.n_head);
 
-            t->nb[1] = d.is_split ? ggml_row_size(type, n_embd) : s.size;
+            t->nb[1] = d.is_split ? ggml_row_size(s.type, n_embd) : s.size;
             t->nb[2] = t->nb[3] = t->nb[1]*t->ne[1];
 
             ggml_backend_tensor_alloc(bytes->buffer, t, (char *) bytes->data + offset);
@@ -144,8 +144,8 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
 
         const size_t offset_v = d.is_split ? GGML_PAD(s.size_k*n_token*l.n_head, n_padding) : s.size_k;
 
-        s.k = rows(l.n_embd_k, s.type_k, 0);
-        s.v = layers[i].v ? rows(l.n_embd_v, s.type_v, offset_v) : nullptr;
+        s.k = rows(l.n_embd_k, 0);
+        s.v = layers[i].v ? rows(l.n_embd_v, offset_v) : nullptr;
         if (d.is_split && s.v) {
             s.parts = { { 0, s.size_k, 0 }, { s.size_k, s.size - s.size_k, offset_v } };
         } else {
@@ -349,11 +349,11 @@ std::vector<uint8_t> staging::converted(size_t layer, int64_t begin, int64_t end
         hadamard(keys.data(), keys.size(), l.n_map_k);
 
         for (int64_t j = 0; j < n; ++j, dst += s.size) {
-            from_float(s.type_k, keys.data() + j*l.n_embd_k, dst, l.n_embd_k);
+            from_float(s.type, keys.data() + j*l.n_embd_k, dst, l.n_embd_k);
             if (!value.empty()) {
                 // values remain multiplied by the Hadamard matrix
                 to_float(l.type_v, l.raw_value(head, begin + j), value.data(), value.size());
-                from_float(s.type_v, value.data(), dst + s.size_k, value.size());
+                from_float(s.type, value.data(), dst + s.size_k, value.size());
             }
         }
     }

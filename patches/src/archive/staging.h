@@ -119,12 +119,11 @@ private:
         ggml_tensor     * k;
         ggml_tensor     * v;
 
-        // Formats of keys and values on the device. Tokens are converted if these are not the archive's formats
-        ggml_type type_k;
-        ggml_type type_v;
+        ggml_type type;   // Format of keys and values on the device.
         size_t    size_k; // Bytes of a key on the device.
         size_t    size;   // Bytes of a key and a value on the device.
-        bool      is_converted;
+
+        bool is_converted; // True if the archive has another format.
 
         std::vector<part> parts;
 
