@@ -23,7 +23,8 @@ static constexpr int n_sealer_part = 4;
 // Number of pinned buffers of a copying thread: the thread fills one buffer while the device reads the other buffer.
 static constexpr size_t n_bounce = 2;
 
-// Number of unused bytes after the rows, because devices may read past a tensor's end.
+// Number of unused bytes after the rows, because devices may read past a tensor's end. Also the alignment of values, a
+// multiple of what devices need
 static constexpr size_t n_padding = 4096;
 
 // Format of a layer's keys and values on the device. Attention needs keys and values of the same format. q8_0 is a format
@@ -36,9 +37,17 @@ static ggml_type device_type(const archived_layer & l) {
     return l.n_embd_k % n_group == 0 && l.n_embd_v % n_group == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
 }
 
-static size_t device_token_bytes(const archived_layer & l) {
+// Bytes of a token's keys and of its values on the device, all heads together.
+struct token_bytes {
+    size_t keys   = 0;
+    size_t values = 0;
+
+    size_t sum() const { return keys + values; }
+};
+
+static token_bytes device_bytes(const archived_layer & l) {
     const ggml_type type = device_type(l);
-    return l.n_head*(ggml_row_size(type, l.n_embd_k) + ggml_row_size(type, l.n_embd_v));
+    return { l.n_head*ggml_row_size(type, l.n_embd_k), l.n_head*ggml_row_size(type, l.n_embd_v) };
 }
 
 static ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
@@ -47,8 +56,8 @@ static ggml_backend_dev_t device_of(ggml_backend_buffer_type_t buft) {
     return dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-static out_of_space no_device_memory(size_t n_bytes) {
-    return out_of_space("a device has no " + std::to_string(n_bytes >> 20) + " MiB for archived tokens");
+static std::runtime_error no_device_memory(size_t n_bytes) {
+    return std::runtime_error("a device has no " + std::to_string(n_bytes >> 20) + " MiB for archived tokens");
 }
 
 static bool lie_on_devices(const std::vector<layer> & layers) {
@@ -65,19 +74,26 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
     : tokens(tokens), layers(layers), n_staged(n_token), can_store(!v_trans && lie_on_devices(layers) && !are_centered(tokens))
     , copiers(std::clamp(std::thread::hardware_concurrency()/2, 1u, n_max_copiers))
     , sealers(tokens.has_clusters() ? std::max(n_thread/n_sealer_part, 1) : 0) {
-    // for each device: bytes per token of the device's largest layer
-    std::map<ggml_backend_buffer_type_t, size_t> max_token_bytes;
+    // for each device: the largest keys and the largest values of its layers
+    std::map<ggml_backend_buffer_type_t, token_bytes> largest;
     for (size_t i = 0; i < layers.size(); ++i) {
-        size_t & n_bytes = max_token_bytes[ggml_backend_buffer_get_type(layers[i].k->buffer)];
-        n_bytes = std::max(n_bytes, device_token_bytes(tokens[i]));
+        auto & l = largest[ggml_backend_buffer_get_type(layers[i].k->buffer)];
+
+        const auto each = device_bytes(tokens[i]);
+
+        l.keys   = std::max(l.keys,   each.keys);
+        l.values = std::max(l.values, each.values);
     }
 
-    for (const auto & [buft, token_bytes] : max_token_bytes) {
+    for (const auto & [buft, most] : largest) {
         auto & d = devices[buft];
 
+        const size_t n_align = n_padding*ggml_type_size(device_type(tokens[0]));
+
+        d.offset_v = (most.keys*n_token + n_align - 1)/n_align*n_align;
         d.is_split = std::strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device_of(buft))), "Vulkan") == 0;
 
-        const size_t n_bytes  = token_bytes*n_token + 2*n_padding;
+        const size_t n_bytes  = d.offset_v + most.values*n_token + n_padding;
         const size_t n_tensor = 2 + 2*layers.size();
         d.ctx.reset(ggml_init({ n_tensor*ggml_tensor_overhead(), nullptr, true }));
 
@@ -104,7 +120,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
             }
             for (size_t j = 0; j < n_bounce && host; ++j) {
                 bounce b;
-                b.buffer.reset(ggml_backend_buft_alloc_buffer(host, token_bytes*n_block));
+                b.buffer.reset(ggml_backend_buft_alloc_buffer(host, most.sum()*n_block));
                 b.done  .reset(ggml_backend_event_new(dev));
                 if (!b.buffer || !b.done) {
                     q.bounces.clear();
@@ -142,7 +158,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
             return t;
         };
 
-        const size_t offset_v = d.is_split ? GGML_PAD(s.size_k*n_token*l.n_head, n_padding) : s.size_k;
+        const size_t offset_v = d.is_split ? d.offset_v : s.size_k;
 
         s.k = rows(l.n_embd_k, 0);
         s.v = layers[i].v ? rows(l.n_embd_v, offset_v) : nullptr;
@@ -165,7 +181,7 @@ staging::~staging() {
 size_t staging::most_token_bytes(const archive & tokens) {
     size_t res = 0;
     for (size_t i = 0; i < tokens.n_layer(); ++i) {
-        res = std::max(res, device_token_bytes(tokens[i]));
+        res = std::max(res, device_bytes(tokens[i]).sum());
     }
     return res;
 }
@@ -187,6 +203,7 @@ void staging::begin(const std::vector<mark> & marks, int64_t n_live, int64_t rot
     copiers.wait(arriving);
     copiers.wait(fetching);
     sealers.wait(sealing);
+    failed.clear();
 
     this->marks  = marks;
     this->n_live = n_live;
@@ -215,7 +232,7 @@ bool staging::reach(ggml_tensor * node, bool ask, void * userdata) {
     const size_t layer = mark->layer;
     if (const auto why = self.copiers.wait(self.arriving); !why.empty()) {
         GGML_LOG_ERROR("%s\n", why.c_str());
-        // ggml ends only the current split of the graph, and still reports success
+        // ggml ends only the current split of the graph, and still reports success: see llama_kvtool_computed
         self.failed = why;
         return false;
     }
@@ -229,8 +246,8 @@ bool staging::reach(ggml_tensor * node, bool ask, void * userdata) {
         self.fetch(layer);
         self.seal(layer);
     }
-    if (++self.n_reached < self.marks.size()) {
-        // the previous layer has been computed, so its buffer is free
+    // The previous layer has been computed, so its buffer is free. Layers that share cells read the same buffer
+    if (++self.n_reached < self.marks.size() && self.marks[self.n_reached].layer != layer) {
         self.copy(self.marks[self.n_reached].layer);
     }
     return true;
@@ -246,12 +263,20 @@ void staging::copy(size_t layer) {
 
     for (size_t t = 0; t < copiers.size(); ++t) {
         copiers.add(arriving, [this, layer](size_t thread) {
+            const auto backend = staged[layer].device->queues[thread].backend.get();
+
             // Copy the newest block first, because it takes longest: tokens that were pushed before this step must
             // first be stored in the archive
-            for (int64_t block; (block = next_block--) >= 0;) {
-                copy_block(thread, layer, block);
+            try {
+                for (int64_t block; (block = next_block--) >= 0;) {
+                    copy_block(thread, layer, block);
+                }
+            } catch (...) {
+                // queued copies use buffers that may be freed after an error
+                ggml_backend_synchronize(backend);
+                throw;
             }
-            ggml_backend_synchronize(staged[layer].device->queues[thread].backend.get());
+            ggml_backend_synchronize(backend);
         });
     }
 }
@@ -409,24 +434,28 @@ void staging::store(size_t layer, int64_t begin, int64_t end) {
 }
 
 void staging::settle() {
-    const auto check = [](const std::string & why) {
-        if (!why.empty()) {
-            throw std::runtime_error(why);
+    std::string why;
+    const auto note = [&](const std::string & error) {
+        if (why.empty()) {
+            why = error;
         }
     };
-
-    // wait for all threads before an error is thrown
-    const std::string whys[] = { std::exchange(failed, {}), copiers.wait(arriving), copiers.wait(fetching), sealers.wait(sealing) };
-    std::for_each(std::begin(whys), std::end(whys), check);
+    note(copiers.wait(arriving));
+    note(copiers.wait(fetching));
+    note(sealers.wait(sealing));
 
     for (size_t i = 0; i < staged.size(); ++i) {
         if (!staged[i].is_stored) {
             copiers.add(fetching, [this, i](size_t) { store(i, tokens.begin(), tokens.end()); });
         }
     }
-    check(copiers.wait(fetching));
+    const auto error = copiers.wait(fetching);
+    note(error);
     for (auto & s : staged) {
-        s.is_stored = true;
+        s.is_stored = error.empty();
+    }
+    if (!why.empty()) {
+        throw std::runtime_error(why);
     }
 }
 

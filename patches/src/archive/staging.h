@@ -28,7 +28,7 @@ namespace kvtool {
 class staging {
 public:
     // n_token: number of rows of each head, for archived tokens and live cells together. n_thread: number of threads of
-    // the context; it determines the number of clustering threads. Throws out_of_space if a device lacks memory.
+    // the context; it determines the number of clustering threads. Throws std::runtime_error if a device lacks memory.
     staging(archive & tokens, const std::vector<layer> & layers, bool v_trans, int64_t n_token, int n_thread);
     ~staging();
 
@@ -68,11 +68,14 @@ public:
     // layer's tokens.
     static bool reach(ggml_tensor * node, bool ask, void * userdata);
 
+    // Reason why a copy of the step failed, or an empty string. ggml reports success, but the step's results are wrong.
+    const std::string & failure() const { return failed; }
+
     // Archive cells of all layers, like recaller::push. But a layer's keys and values are stored only when that layer
     // is next copied to the device. Returns false if `can_store` is false; the caller must then store them.
     bool push(const evicted_tokens & evicted);
 
-    // Wait until the archive holds all pushed tokens and no thread uses it. Throws if a copy failed.
+    // Wait until the archive holds all pushed tokens and no thread uses it. Then throw if background work failed.
     void settle();
 
 private:
@@ -97,6 +100,10 @@ private:
         // only at aligned offsets. On other devices, each key is followed by its value, as in the archive: blocks are
         // copied without changes
         bool is_split = false;
+
+        // First byte of the values if is_split is true. It is the same for all layers, and a multiple of the block size:
+        // an unused row of a layer may hold blocks of another layer, but not parts of blocks, which may read as NaN
+        size_t offset_v = 0;
 
         ggml_backend_buffer_ptr buffers[2];
         ggml_context_ptr        ctx;

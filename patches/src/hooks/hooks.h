@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "ggml.h"
+
 #include <cstdint>
 #include <initializer_list>
 #include <vector>
@@ -11,7 +13,6 @@ class  llm_graph_input_attn_k;
 class  llm_graph_input_attn_kv;
 class  llm_graph_input_attn_kv_iswa;
 class  llm_graph_result;
-struct ggml_tensor;
 struct llama_context;
 struct llama_hparams;
 struct llama_kvtool;
@@ -129,6 +130,10 @@ void llama_kvtool_build(
 // step cannot be decoded: the context is unusable, or a row has too few free cells. llama.cpp cannot check for free
 // cells, because it knows neither the lengths of ragged rows nor which cells are reserved for recalled tokens
 bool llama_kvtool_prepare(llama_context & lctx, uint32_t n_tokens);
+
+// Return the status of a computed graph: `status`, or GGML_STATUS_FAILED if archived tokens could not be copied to a device.
+// llama.cpp then removes the tokens of the step
+ggml_status llama_kvtool_computed(const llama_context & lctx, ggml_status status);
 
 // count the queries of a computed graph and start to copy the signals that the host adds up
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);

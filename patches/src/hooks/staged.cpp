@@ -200,3 +200,8 @@ ggml_tensor * llama_kvtool_staged(
     ggml_build_forward_expand(graph.gf, cur);
     return cur;
 }
+
+ggml_status llama_kvtool_computed(const llama_context & lctx, ggml_status status) {
+    const bool has_failed = lctx.kvtool && lctx.kvtool->staging && !lctx.kvtool->staging->failure().empty();
+    return has_failed ? GGML_STATUS_FAILED : status;
+}
