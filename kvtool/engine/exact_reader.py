@@ -28,7 +28,15 @@ For fewer tokens, exact reading saves less time than it takes to make the buffer
 class ExactReader:
     """Tells how many tokens can be read exactly, and allocates device memory for exact reading.
 
-    n_chunk: maximum number of tokens of a chunk; 0 if no text can be read exactly.
+    Attributes
+    ----------
+    n_chunk
+        Maximum number of tokens of a chunk; 0 if no text can be read exactly.
+    n_max
+        Maximum number of tokens that are read exactly at once, unless the settings ask for exact reading;
+        None for no limit.
+    is_staged
+        True while chunks attend exactly to the archive.
     """
 
     def __init__(self, cache: PolicyCache, settings: Settings, n_chunk: int) -> None:
@@ -36,6 +44,8 @@ class ExactReader:
         self._is_asked = settings.prefill == "exact"
         self._closes_gaps = settings.positions != "original"
         self.n_chunk = min(n_chunk, cache.context.n_batch)
+        self.n_max: int | None = None
+        self.is_staged = False
 
     def n_readable(self, n: int) -> int:
         """Return how many of the next n tokens can be read exactly; 0 if another way of reading is better.
@@ -56,6 +66,8 @@ class ExactReader:
         n_fit = gpu_free_bytes(cache.context.model.only_gpu) // self._token_bytes
         if n_fit < archive.n_max:
             n = min(n, n_fit - rows.n_past)
+        if self.n_max is not None:
+            n = min(n, self.n_max)
         return n if n >= _MIN_TOKENS else 0
 
     def device_bytes(self, n: int) -> int:
@@ -83,8 +95,10 @@ class ExactReader:
         try:
             cache.resize(np.full_like(cache.layer_cells, pad(n_live + self.n_chunk + n_filled)))
             archive.stage(min(n, archive.n_max))
+            self.is_staged = True
             yield
         finally:
+            self.is_staged = False
             archive.stage(0)
             # do not shrink the cache if the eviction after a chunk has failed: the chunk is still in it
             if cache.rows.n_kv <= n_live:

@@ -57,9 +57,6 @@ class Engine:
         The cache in llama.cpp, and the logits of the last step.
     cache
         The context, the rows, the signals and the policy's state. Evictions edit all of them together.
-    n_refused
-        Length of a text for which exact reading has failed, because a GPU had too little memory. Later texts
-        of at least this length are streamed. None if there was no such text.
     joint_decoder
         Decodes the steps of several engines together; None if this engine is alone.
     chunk_size
@@ -94,7 +91,6 @@ class Engine:
         self.exact_reader = ExactReader(self.cache, settings, sizes.n_chunk)
         self.residents = Residents(self.cache, settings)
         self.checkpoints = Checkpoints(self.cache, settings.checkpoints)
-        self.n_refused: int | None = None
         self.joint_decoder: JointDecoder | None = None
         self.chunk_size: ChunkSize | None = None
         self.after_decode: Callable[[int, int], None] | None = None
@@ -162,7 +158,7 @@ class Engine:
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
         began = time.perf_counter()
-        if self.residents.n_token and len(tokens) == 1 + n_draft:
+        if self.residents.n_token and len(tokens) == 1 + n_draft and not self.exact_reader.is_staged:
             self._decode_with_residents(tokens, n_output)
         else:
             self._decode_once(tokens, n_output)
@@ -262,10 +258,8 @@ class Engine:
         if self.reads_whole(len(tokens)):
             return self._read_whole(tokens, stopped)
         done = 0
-        if n := self.n_exact(len(tokens)):
-            done = self._read_exactly(tokens[:n], stopped)
-            if done < n and not self._is_refused(n):
-                return done
+        while (n := self.n_exact(len(tokens) - done)) and not stopped():
+            done += self._read_exactly(tokens[done : done + n], stopped)
         steps, first = self.steps(tokens[done:], late=True, every=False), done
         while done < len(tokens) and not stopped():
             done = first + next(steps).stop
@@ -324,11 +318,7 @@ class Engine:
 
     def n_exact(self, n: int) -> int:
         """Return how many of the next n tokens are read in chunks that attend exactly to the archive."""
-        n = self.exact_reader.n_readable(n)
-        return 0 if self._is_refused(n) else n
-
-    def _is_refused(self, n: int) -> bool:
-        return self.n_refused is not None and n >= self.n_refused
+        return self.exact_reader.n_readable(n)
 
     def _read_whole(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
         """Decode a prompt i32[n] without an eviction, then compress it once. Returns n, or 0 if stopped."""
@@ -361,8 +351,8 @@ class Engine:
     def _read_exactly(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
         """Decode a text i32[n] in chunks that attend exactly to the archive. Return how many were decoded.
 
-        If a device lacks memory, `n_refused` becomes n, unless the settings ask for exact reading: the method
-        then raises LibraryError or OutOfMemory.
+        If a device lacks memory, at most n/2 tokens at once are read exactly from now on. But if the settings
+        ask for exact reading, the method raises LibraryError or OutOfMemory.
         """
         first, is_ready = self.n_past, False
         # there is room for only one chunk above the budget: evict now if the budget is exceeded already
@@ -378,7 +368,7 @@ class Engine:
         except (LibraryError, OutOfMemory) as error:
             if self.settings.prefill == "exact" or (is_ready and isinstance(error, LibraryError)):
                 raise
-            self.n_refused = len(tokens)
+            self.exact_reader.n_max = len(tokens) // 2
         return self.n_past - first
 
     # draft tokens

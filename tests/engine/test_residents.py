@@ -63,6 +63,14 @@ def written_logits(path, policy, tokens, n_prompt=N_PROMPT, **settings):
         return np.array(logits), engine.residents.n_repeated
 
 
+def test_last_chunk_of_one_token_needs_no_residents(tiny_model):
+    path = tiny_model(n_head_kv=2, n_ctx_train=2048)
+    with open_engine(path, fit(), prefill="exact", resident=64, **HALF) as engine:
+        assert engine.exact_reader.n_chunk == 64
+        assert engine.read(random_tokens(193)) == 193
+        assert engine.n_archived > 64
+
+
 @pytest.mark.parametrize(
     ("arch", "shape", "settings", "tolerance"),
     [
