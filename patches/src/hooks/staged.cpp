@@ -122,7 +122,10 @@ static ggml_tensor * plain_attention(
 
     const auto & hparams = graph.hparams;
 
-    ggml_tensor * kq = ggml_mul_mat(ctx, k, q);
+    // not quantized: Vulkan may multiply quantized keys as if there were no other rows between those of two heads
+    const auto unquantized = [&](ggml_tensor * t) { return ggml_is_quantized(t->type) ? ggml_cast(ctx, t, GGML_TYPE_F32) : t; };
+
+    ggml_tensor * kq = ggml_mul_mat(ctx, unquantized(k), q);
     ggml_prec_set_acc(kq, GGML_PREC_F32);
 
     if (hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK) {
