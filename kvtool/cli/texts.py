@@ -53,7 +53,7 @@ def source(file: str | None) -> TextSource:
 
 
 def await_stdin(advice: str = "") -> None:
-    """Wait for the first byte of stdin, but only _PATIENCE_S seconds. Then print a line that ends in `advice`.
+    """Wait for the first byte of stdin, at most _PATIENCE_S seconds. Then print a line that ends in `advice`.
 
     In a terminal, do nothing.
     """
