@@ -57,6 +57,8 @@ MISSPELT = [
     ("-m x chat", "name a command before its options: `kvtool COMMAND -m`"),
     ("generate Tell me -n 9 more", 'put the prompt into quotes: `kvtool generate "Tell me more"`'),
     ("generate \"It's\" '$5?'", """put the prompt into quotes: `kvtool generate 'It'"'"'s $5?'`"""),
+    ("generate -- -x -n 5", 'put the prompt into quotes: `kvtool generate -- "-x -n 5"`'),
+    ("chat -- -x 5", "'-x 5' is not a model; `kvtool generate -- \"-x 5\"` answers a prompt, "),
     ("chat 'Why is it?'", "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers a prompt, "),
     ("chat Why is it?", "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers a prompt, "),
     ("policies H2O", "unknown policy 'H2O'. Did you mean h2o? See `kvtool policies`."),
