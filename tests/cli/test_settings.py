@@ -474,6 +474,12 @@ def test_config_file_named_by_the_variable_must_exist(file, monkeypatch, tmp_pat
     assert settings.read()[0] == {}
 
 
+def test_unreadable_config_file_gets_one_line_that_names_the_way_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path))
+    with pytest.raises(UsageError, match=r"^cannot read .*; name another file in \$KVTOOL_CONFIG$"):
+        settings.read()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="says where Linux has it")
 def test_config_file_is_in_xdg_config_home(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "KVTOOL_CONFIG"}
