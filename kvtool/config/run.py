@@ -370,10 +370,11 @@ class RunOptions(Options):
     def instead(self) -> str | None:
         """The policy that replaces recall if recall does not work.
 
-        None if the user chose the policy, its parameters or its archive. In this case, it is an error if
-        recall does not work.
+        None if the user chose the policy, its parameters, its archive or --prefill exact, which only recall
+        has. In this case, it is an error if recall does not work.
         """
-        return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
+        is_chosen = self.typed_archive or self.given & {"policy", "options"} or self.prefill == "exact"
+        return None if is_chosen else INSTEAD
 
     @property
     def typed_archive(self) -> list[str]:

@@ -184,7 +184,8 @@ def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_p
     assert (result["policy"], message in done.stderr) == (("h2o", True) if reason else ("recall", False))
     assert bool(result["archived"]) == (reason is None)
     # a policy that the user asked for is never replaced: with recall or one of its options, the command fails
-    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if reason else ():
+    of_recall = ["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10], ["--prefill", "exact"]
+    for typed in of_recall if reason else ():
         refused_done = run_kvtool(*command, *typed, stdin="word " * 150)
         assert (refused_done.returncode, refused_done.stdout) == (2, "")
         assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused_done.stderr)
