@@ -20,6 +20,7 @@ from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.llama.cache.archive import Archive
 from kvtool.llama.libllama import devices
+from kvtool.options import declared
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
@@ -261,6 +262,13 @@ def test_too_little_free_memory_or_disk_space_for_an_archive_is_refused(tiny_mod
     # a limit in tokens does not depend on the free space
     with open_run(RunOptions(model=str(tiny_model()), archive="20000", threads=1)) as opened:
         assert opened.engine.context.archive.n_max == 20000
+
+
+def test_few_archived_tokens_may_take_two_steps_as_the_help_says(tiny_model):
+    with open_run(RunOptions(model=str(tiny_model()), archive="100", threads=1)) as opened:
+        limit = opened.engine.context.archive
+        assert limit.max_bytes == 2 * limit.slab_bytes
+        assert f" grows in steps of {limit.n_block} tokens" in declared(RunOptions)["archive"].help
 
 
 def test_policy_of_a_session_or_settings_file_is_never_replaced(talk, tiny_model, tmp_path, monkeypatch):
