@@ -33,7 +33,7 @@ Every command with its options and their defaults. `kvtool COMMAND --help` print
 [how-it-works.md](how-it-works.md#words) explains the words.
 
 - The result goes to stdout, everything else to stderr. With `--json` the result is JSON.
-  Commands that print several results print one JSON object a line.
+  Results of `compare`, `bench` and `eval` are one JSON object a line.
 - An error is one line on stderr that says what to do. The [exit code](#exit-codes) tells its kind.
 - `-h` works on every command, and so does `kvtool help COMMAND`. `-V` prints the version.
 - Options can have [defaults of your own](#defaults-of-your-own), in a file or in variables.

@@ -36,6 +36,8 @@ class _Notes(io.TextIOWrapper):
 def _open_streams() -> None:
     """Replace closed streams (>&-), make stdin and stdout accept all characters, and make stderr never fail.
 
+    With $PYTHONUNBUFFERED, stdout gets a buffer, because Python's text layer drops the rest of a short write.
+
     Without the replacement, the next file that is opened would get the descriptor of a closed stream. The new
     stdin is empty. Writing to the new stdout is an error, as in other programs.
 
@@ -45,6 +47,10 @@ def _open_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None and os.open(os.devnull, os.O_RDONLY) == number:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    if isinstance(out := sys.stdout, io.TextIOWrapper) and isinstance(out.buffer, io.RawIOBase):
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(out.buffer), out.encoding, newline="", line_buffering=True
+        )
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)

@@ -13,7 +13,7 @@ from kvtool.errors import KvtoolError, UsageError
 CACHE = "Cache and eviction"
 SAMPLING = "Sampling"
 HARDWARE = "Model and hardware"
-ARCHIVE = "Archive (--policy recall)"
+ARCHIVE = "Archive (recall)"
 OUTPUT = "Output"
 SERVER = "Server"
 """Names of the groups of options in the help."""

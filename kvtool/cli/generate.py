@@ -15,7 +15,7 @@ from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.output import stopped_by_signals
 from kvtool.cli.progress import line_progress
-from kvtool.cli.texts import check_length
+from kvtool.cli.texts import await_stdin, check_length
 from kvtool.cli.writing import HideThinking, ReplyText, end_note, is_constrained, open_writer, with_thinking
 from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import WriteOptions
@@ -82,7 +82,11 @@ def generate(
     *,
     argument: Annotated[
         str | None,
-        typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
+        typer.Argument(
+            metavar="[PROMPT]",
+            help="The prompt. Text on stdin follows it; in a shell's loop, prevent this with `</dev/null`.",
+            show_default=False,
+        ),
     ] = None,
     prompts: _PromptOptions,
     template: _TemplateOptions,
@@ -166,6 +170,7 @@ def _request(argument: str | None, prompts: _PromptOptions, *, is_raw: bool) -> 
         from shlex import quote
 
         say(f"{prompt} is a file; use -f {quote(prompt)} to read it")
+    await_stdin("; `</dev/null` gives none")
     text = "" if any(map(is_stdin, files)) else read_stdin()
     if files:
         file_text = "\n\n".join(read_text(file).rstrip("\n") for file in files)

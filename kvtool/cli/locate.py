@@ -14,15 +14,12 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=RunOptions)
 
 
-def locate(model: str | None, *, paths: bool = True) -> Path:
-    """Return the file of a model. Writes the note of `file_note` to stderr. Raises ModelError.
-
-    paths: True if `model` may also be a path.
-    """
+def locate(model: str | None) -> Path:
+    """Return the file of a model. Writes the note of `file_note` to stderr. Raises ModelError."""
     from kvtool.config.notes import file_note
-    from kvtool.models.resolve import named, pull
+    from kvtool.models.resolve import resolve
 
-    path = pull(named(model), paths=paths)
+    path = resolve(model)
     say(file_note(model, path))
     return path
 

@@ -121,7 +121,7 @@ def pull(name: Name, as_json: Json = False) -> None:
     from kvtool.models.download import sha256
     from kvtool.models.split import part_paths
 
-    path = locate(name, paths=False)
+    path = locate(name)
     if as_json:
         size = sum(part.stat().st_size for part in part_paths(path))
         typer.echo(

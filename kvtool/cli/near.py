@@ -83,7 +83,7 @@ def no_command(path: str, name: str, known: Iterable[str]) -> str:
 
         return f"{line}; use `kvtool chat {quote(name)}`"
     if not group and " " in name:
-        return f"name a command first: `kvtool generate {quoted(name)}` or `kvtool chat`"
+        return f"name a command first: `kvtool generate {_prompt(name)}` or `kvtool chat`"
     shown = {each: f"`{path} {each}`" for each in known}
     hint = suggestion(name, shown, shown)
     return f"{line}.{hint}" if hint else f"{line}; `{path} -h` lists them"
@@ -140,7 +140,7 @@ def too_many(context: Any, surplus: Sequence[str]) -> str:
     path, command = context.command_path, context.command
     if command.name == "generate":
         prompt = " ".join([context.params["argument"], *surplus])
-        return f"put the prompt into quotes: `{path} {quoted(prompt)}`"
+        return f"put the prompt into quotes: `{path} {_prompt(prompt)}`"
     if command.name in ("chat", "serve"):
         return not_a_model(" ".join([context.params["model_name"], *surplus]))
     names = [param.metavar for param in command.params if param.param_type_name == "argument"]
@@ -151,13 +151,17 @@ def too_many(context: Any, surplus: Sequence[str]) -> str:
 def not_a_model(text: str) -> str:
     """Return the message for a prompt that was typed where a model was expected."""
     return (
-        f"{text!r} is not a model; `kvtool generate {quoted(text)}` answers a prompt, and `kvtool chat` "
+        f"{text!r} is not a model; `kvtool generate {_prompt(text)}` answers a prompt, and `kvtool chat` "
         "starts a chat in which you type it"
     )
 
 
-def quoted(text: str) -> str:
-    """Quote a text for a shell. Use double quotes, unless the shell would change the text inside them."""
+def _prompt(text: str) -> str:
+    """Quote a prompt for a shell. Use double quotes, unless the shell would change the text inside them.
+
+    If the prompt would be read as an option, -- precedes it.
+    """
     from shlex import quote
 
-    return quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
+    before = "-- " if text.startswith("-") else ""
+    return before + (quote(text) if set(text) & set('"$`\\!') else f'"{text}"')

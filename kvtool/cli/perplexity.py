@@ -94,6 +94,7 @@ def perplexity(
             raise KeyboardInterrupt
         seconds = time.monotonic() - started
         mean, is_complete = total / n_done, n_done == n_all
+        n_read = len(tokens) - (len(tokens) % args.windows if args.windows else 0)
         result = {
             "perplexity": perplexity_of(mean),
             "nll": mean,
@@ -103,7 +104,7 @@ def perplexity(
             **versions(),
             **report(engine, policy),
             "peak_rss_bytes": peak_rss_bytes(),
-            "tokens_per_s": len(tokens) * n_done / n_all / seconds,
+            "tokens_per_s": n_read * n_done / n_all / seconds,
             "seconds": seconds,
         }
         if as_json:

@@ -129,7 +129,8 @@ def read() -> tuple[dict[str, Any], Path]:
             raise UsageError(f"$KVTOOL_CONFIG names {path}, which does not exist") from None
         return {}, path
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        instead = "name another file in $KVTOOL_CONFIG"
+        raise UsageError(f"cannot read {path}: {error.strerror}; {instead}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 (byte {error.start})") from None
 

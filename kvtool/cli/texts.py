@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from select import select
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtool.cli.console import say
 from kvtool.errors import InputError, UsageError
-from kvtool.system.texts import TextSource
+from kvtool.system.texts import TextSource, is_stdin
 from kvtool.units import format_tokens
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ whole text.
 _TOKEN_BYTES = 8
 """Bytes to read per token at first. If they hold too few tokens, more bytes are read."""
 
+_PATIENCE_S = 2.0
+"""Seconds without the first byte of stdin after which a line says that kvtool waits."""
+
 
 def source(file: str | None) -> TextSource:
     """Open a file, or stdin if no file is named.
@@ -41,7 +47,22 @@ def source(file: str | None) -> TextSource:
     """
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("name a text file, or give a text in a pipe")
+    if file is None or is_stdin(file):
+        await_stdin()
     return TextSource("-" if file is None else file)
+
+
+def await_stdin(advice: str = "") -> None:
+    """Wait for the first byte of stdin, at most _PATIENCE_S seconds. Then print a line that ends in `advice`.
+
+    In a terminal, do nothing.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        return
+    # Windows can wait for sockets only
+    with suppress(OSError, ValueError):
+        if not select([sys.stdin], [], [], _PATIENCE_S)[0]:
+            say(f"waiting for the end of stdin{advice}")
 
 
 def first_tokens(

@@ -22,8 +22,11 @@ _BLOCK = 32
 """Number of values that share a scale, in types of 8 bits or fewer."""
 
 
-def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
-    """Raise UsageError if the archive options cannot work with the policies `kinds`, given by name."""
+def check(run: RunOptions, kinds: Mapping[str, type[Policy]], flag: str = "--policy") -> None:
+    """Raise UsageError if the archive options cannot work with the policies `kinds`, given by name.
+
+    flag: the option that names the policies.
+    """
     limit(run.archive, run.archive_file)
     flags = run.typed_archive
     if flags and not any(kind.has_recall() for kind in kinds.values()):
@@ -31,7 +34,7 @@ def check(run: RunOptions, kinds: Mapping[str, type[Policy]]) -> None:
         listed = " and ".join(filter(None, [", ".join(flags[:-1]), flags[-1]]))
         raise UsageError(
             f"{', '.join(f'`{name}`' for name in kinds)} {have} no archive; leave out {listed}, "
-            "or choose --policy recall"
+            f"or choose {flag} recall"
         )
 
 

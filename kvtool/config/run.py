@@ -281,7 +281,8 @@ class RunOptions(Options):
     archive: str | None = option(
         "--archive SIZE",
         None,
-        "With --policy recall: limit of the archive, in tokens (20000) or bytes (2GiB).",
+        "With `recall`: limit of the archive, in tokens (20000) or bytes (2GiB). The archive grows in "
+        "steps of 256 tokens, so even a few tokens may take two steps.",
         group=ARCHIVE,
         default_text="a quarter of the free memory; half of the disk's free space with --archive-file",
         read=tested(sizes.parse_archive),
@@ -289,7 +290,7 @@ class RunOptions(Options):
     archive_file: Path | None = option(
         "--archive-file PATH",
         None,
-        "With --policy recall: keep the archive in a new file on this machine instead of in host memory. "
+        "With `recall`: keep the archive in a new file on this machine instead of in host memory. "
         "The file does not appear in the folder, and its space is freed when kvtool ends.",
         group=ARCHIVE,
         default_text="host memory",
@@ -298,7 +299,7 @@ class RunOptions(Options):
     archive_type: str = _type_option(
         "--archive-type TYPE",
         "auto",
-        "With --policy recall: type of the archived keys and values: any type that cached keys can have, "
+        "With `recall`: type of the archived keys and values: any type that cached keys can have, "
         "iq4_nl, or q8_0/q4_0 or q5_0/q4_0 for keys/values. auto: q8_0 with a GPU or --prefill exact; else "
         "iq4_nl; always f16 if the size of a head is not a multiple of 32.",
         group=ARCHIVE,
@@ -307,7 +308,7 @@ class RunOptions(Options):
     resident: int = option(
         "--resident N",
         0,
-        "With --policy recall: archived tokens of each row that stay on the device, so that writing needs no "
+        "With `recall`: archived tokens of each row that stay on the device, so that writing needs no "
         f"search on the host. 0: none (0 to {MAX_RESIDENT}).",
         group=ARCHIVE,
         valid=Range(0, MAX_RESIDENT),
@@ -370,10 +371,11 @@ class RunOptions(Options):
     def instead(self) -> str | None:
         """The policy that replaces recall if recall does not work.
 
-        None if the user chose the policy, its parameters or its archive. In this case, it is an error if
-        recall does not work.
+        None if the user chose the policy, its parameters, its archive or --prefill exact, which only recall
+        has. In this case, it is an error if recall does not work.
         """
-        return None if self.typed_archive or self.given & {"policy", "options"} else INSTEAD
+        is_chosen = self.typed_archive or self.given & {"policy", "options"} or self.prefill == "exact"
+        return None if is_chosen else INSTEAD
 
     @property
     def typed_archive(self) -> list[str]:

@@ -80,7 +80,7 @@ def parse(text: str, n_ctx_train: int) -> Budget:
         return Budget(text, *parse_count(text), n_ctx_train)
     except UsageError:
         raise UsageError(
-            f"--budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
+            f"a budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
             f"got {text!r}"
         ) from None
 
@@ -115,7 +115,7 @@ def parse_archive(text: str) -> tuple[int, bool]:
         raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}") from None
     if n < 1:
         raise UsageError(
-            f"--archive {text} is too small; give at least 1 token, or choose --policy streamingllm, "
+            f"--archive {text} is too small; give at least 1 token, or choose the policy streamingllm, "
             "which archives nothing"
         )
     return n, is_bytes

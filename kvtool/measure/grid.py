@@ -234,7 +234,7 @@ def _run(
     name, options = split_policy(label)
     check_read_once(common.options, name)
     chosen = _options(common, name, options, kind, budget=typed_budget)
-    spec = policies.spec(name, chosen.evict_every, options)
+    spec = policies.spec(name, chosen.evict_every, options, "--policies")
     # raise UsageError if the type does not fit the model's heads
     layers.cell_bytes(kind, kind)
     n_text = min(common.n_ctx, common.n_tokens)

@@ -30,16 +30,12 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
     name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT). If it is None, `named`
     chooses the model. Without `progress`, `models.show_download` shows the progress. Raises ModelError.
     """
-    return pull(named(name), progress, paths=True)
-
-
-def pull(name: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
-    """Do what `resolve` does, for a name that is not None. paths: True to also accept a file's path."""
+    name = named(name)
     with nullcontext(progress) if progress else models.show_download(name) as shown:
-        return _pull(name, shown, paths=paths)
+        return _pull(name, shown)
 
 
-def _pull(name: str, progress: Progress | None, *, paths: bool) -> Path:
+def _pull(name: str, progress: Progress | None) -> Path:
     entries = registry()
     if name in entries:
         entry = entries[name]
@@ -49,7 +45,7 @@ def _pull(name: str, progress: Progress | None, *, paths: bool) -> Path:
         from kvtool.models import download
 
         return download.pull(entry, progress)
-    if paths and _is_file(name):
+    if _is_file(name):
         return first_part(Path(name).expanduser())
 
     from kvtool.models import hub, web
@@ -58,7 +54,7 @@ def _pull(name: str, progress: Progress | None, *, paths: bool) -> Path:
         return web.pull(name, progress)
     if reference := hub.parse(name):
         return hub.pull(reference, progress)
-    raise ModelError(_unknown(name, entries, or_file=paths))
+    raise ModelError(_unknown(name, entries))
 
 
 def check_name(name: str) -> None:
@@ -74,29 +70,27 @@ def check_name(name: str) -> None:
     from kvtool.models import hub, web
 
     if not (web.is_url(name) or hub.parse(name)):
-        raise ModelError(_unknown(name, entries, or_file=True))
+        raise ModelError(_unknown(name, entries))
 
 
 def _is_file(name: str) -> bool:
     return exists(name) and Path(name).expanduser().is_file()
 
 
-def _unknown(name: str, entries: dict[str, Entry], *, or_file: bool) -> str:
+def _unknown(name: str, entries: dict[str, Entry]) -> str:
     from kvtool.models import hub
 
     path = os.path.expanduser(name)
-    if or_file and exists(name) and os.path.isdir(path):
-        return f"{name} is a folder; name the GGUF file in it"
     if exists(name):
-        if not os.path.isfile(path) and not os.path.isdir(path):
-            return f"{name} is not a regular file; name a GGUF file"
-        return f"{name} is here already; -m takes a GGUF file by its path"
+        if os.path.isdir(path):
+            return f"{name} is a folder; name the GGUF file in it"
+        return f"{name} is not a regular file; name a GGUF file"
     if os.path.islink(path):
         return f"{name} is a broken link: there is no file {os.path.realpath(path)}"
     is_repository = not name.endswith(".gguf") and hub.is_repository(name)
-    if or_file and not is_repository and ("/" in name or os.sep in name or name.endswith(".gguf")):
+    if not is_repository and ("/" in name or os.sep in name or name.endswith(".gguf")):
         return f"there is no file {name}"
-    message = unknown(name, entries, or_file=or_file)
+    message = unknown(name, entries, or_file=True)
     return f"{message} A repository is hf:{name}." if is_repository else message
 
 

@@ -119,9 +119,14 @@ def required(policy: type[Policy]) -> list[str]:
     ]
 
 
-def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> dict[str, object]:
-    """Parse ["window=64", ...] to the fields' types. Raises UsageError, which lists valid parameters."""
-    return parameters.parse(policy, options, "-o", name, but=_COMMON)
+def parse_options(
+    name: str, policy: type[Policy], options: Iterable[str], flag: str = "-o"
+) -> dict[str, object]:
+    """Parse ["window=64", ...] to the fields' types. Raises UsageError, which lists valid parameters.
+
+    flag: the option with which the user set the parameters.
+    """
+    return parameters.parse(policy, options, flag, name, but=_COMMON)
 
 
 Adapt = Callable[["Policy"], "Policy"]
@@ -213,10 +218,15 @@ class PolicySpec(NamedTuple):
         return next(filter(works, range(least, largest + 1))) if works(largest) else None
 
 
-def spec(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> PolicySpec:
-    """Return the request for a policy by name or file, with options. Raises UsageError for unknown names."""
+def spec(
+    name: str, evict_every: int | None = None, options: Iterable[str] = (), flag: str = "-o"
+) -> PolicySpec:
+    """Return the request for a policy by name or file, with options. Raises UsageError for unknown names.
+
+    flag: the option with which the user set the parameters.
+    """
     kind = load(name)
-    return PolicySpec(name, kind, parse_options(name, kind, options), evict_every)
+    return PolicySpec(name, kind, parse_options(name, kind, options, flag), evict_every)
 
 
 def spec_of(

@@ -75,11 +75,21 @@ def read_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:
-        return decoded(sys.stdin.buffer.read()).rstrip("\n")
+        data = sys.stdin.buffer.read()
+        _refuse_other_data(data, "stdin")
+        return decoded(data).rstrip("\n")
     except OSError as error:
         raise InputError(f"cannot read stdin: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"stdin is not UTF-8 (byte {error.start}); {_CONVERT}") from None
+
+
+def _refuse_other_data(data: bytes, name: str) -> None:
+    """Raise InputError if the data is UTF-16 or has a NUL byte. name: name of the text in the message."""
+    if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise InputError(f"{name} is UTF-16, not UTF-8; {_CONVERT}")
+    if b"\0" in data:
+        raise InputError(f"{name} is binary; it must be a text")
 
 
 def stdin_lines() -> Iterator[str]:
@@ -134,10 +144,7 @@ class TextSource:
         if self.is_whole and not self._data.strip():
             what = "has only white space" if self._data else "is empty"
             raise InputError(f"{self.name} {what}; it must be a text")
-        if self._data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-            raise InputError(f"{self.name} is UTF-16, not UTF-8; {_CONVERT}")
-        if b"\0" in self._data:
-            raise InputError(f"{self.name} is binary; it must be a text")
+        _refuse_other_data(self._data, self.name)
         try:
             return getincrementaldecoder("utf-8-sig")().decode(self._data, final=self.is_whole)
         except UnicodeDecodeError as error:

@@ -208,6 +208,13 @@ def test_perplexity_json_has_the_documented_keys(text_file, default_talker):
     assert result["tokens_per_s"] > 0
 
 
+def test_speed_of_perplexity_counts_only_tokens_in_windows(text_file, default_talker):
+    options = ("--policy", "full", "--windows", 240, "--max-tokens", 479)
+    result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--json", *options).stdout)
+    assert result["tokens"] == 119
+    assert result["tokens_per_s"] * result["seconds"] == pytest.approx(240)
+
+
 def test_perplexity_works_with_a_policy_that_reads_prompts_whole(text_file, default_talker):
     done = kvtool("perplexity", text_file, "-t", 1, "--policy", "snapkv", "--budget", 64, "--max-tokens", 100)
     assert done.returncode == 0

@@ -152,6 +152,18 @@ def test_an_empty_prompt_is_refused(arguments, stdin, code):
     assert words in one_line(kvtool("generate", *arguments, stdin=stdin), code)
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"one\0two\n", "is binary; it must be a text"),
+        ("\ufeffone".encode("utf-16-le"), "is UTF-16, not UTF-8; "),
+    ],
+)
+@pytest.mark.parametrize("command", [("generate",), ("generate", "-f", "-"), ("perplexity",)])
+def test_commands_refuse_stdin_that_is_not_text_with_the_same_words(command, data, words):
+    assert f"kvtool: stdin {words}" in one_line(kvtool(*command, stdin=data), 5)
+
+
 def test_uncaught_unicode_error_gets_one_line():
     code = (
         "from kvtool.cli import generate\n"

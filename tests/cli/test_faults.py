@@ -192,6 +192,19 @@ def test_full_disk_at_stdout_gets_one_line(command):
     assert_one_line(done, 1, "cannot write: No space left on device")
 
 
+@linux
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_short_write_of_stdout_gets_one_line(tmp_path, unbuffered):
+    # the file may have one block, so the system writes only the first part of the text
+    shell = f"ulimit -f 1; exec {shlex.quote(sys.executable)} -m kvtool policies --json > out"
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}
+    # the limit must not cut Python's compiled files
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    done = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
+    done.stdout = ""
+    assert_one_line(done, 1, "cannot write: File too large")
+
+
 @pytest.mark.parametrize(
     ("command", "exit_code", "words"),
     [

@@ -79,7 +79,7 @@ def test_command_list_repeats_the_first_sentence_of_each_help():
 def test_help_groups_options_and_shows_their_defaults():
     page = " ".join(kvtool("chat", "-h").stdout.split())
     order = ["Options: --system", "Cache and eviction: --policy", "Sampling: -n,", "Model and hardware: -m,"]
-    order += ["Archive (--policy recall): --archive ", "Output: --", "Help: -h,", "Examples: "]
+    order += ["Archive (recall): --archive ", "Output: --", "Help: -h,", "Examples: "]
     assert sorted(order, key=page.index) == order
     for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
         assert f"[default: {default}]" in page

@@ -474,6 +474,12 @@ def test_config_file_named_by_the_variable_must_exist(file, monkeypatch, tmp_pat
     assert settings.read()[0] == {}
 
 
+def test_unreadable_config_file_gets_one_line_that_names_the_way_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path))
+    with pytest.raises(UsageError, match=r"^cannot read .*; name another file in \$KVTOOL_CONFIG$"):
+        settings.read()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="says where Linux has it")
 def test_config_file_is_in_xdg_config_home(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "KVTOOL_CONFIG"}
@@ -526,7 +532,7 @@ REFUSED = {
     "API_KEY_FILE": ("banana", 5, "cannot read banana: No such file or directory"),
     "ARCHIVE": ("banana", 2, "--archive is a number of tokens (20000) or bytes (2GiB), got 'banana'"),
     "ARCHIVE_FILE": ("/", 2, "--archive-file '/' is a folder; name a new file"),
-    "BUDGET": ("12 bananas", 2, "--budget is a number of tokens (512), "),
+    "BUDGET": ("12 bananas", 2, "a budget is a number of tokens (512), "),
     "CHAT_TEMPLATE": ("/banana", 5, "cannot read /banana: No such file or directory"),
     "CHECKPOINTS": ("banana", 2, "a size is a number with a unit "),
     "DRAFT": ("banana", 3, "unknown model 'banana'"),
@@ -572,7 +578,7 @@ def test_config_and_doctor_refuse_the_values_that_a_command_refuses(file, monkey
     [
         ("bench", "DEPTHS", "banana", "--depths takes numbers of tokens"),
         ("compare", "POLICIES", "h2o,h20", "unknown policy 'h20'"),
-        ("compare", "BUDGETS", "128,banana", "--budget is a number of tokens (512), "),
+        ("compare", "BUDGETS", "128,banana", "a budget is a number of tokens (512), "),
         ("compare", "TYPES", "f17", "--types must name some of "),
         ("generate", "FILE", "banana", "cannot read banana"),
         ("generate", "FILE", "/", "cannot read /: Is a directory"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from contextlib import closing
+from select import select
 from threading import Thread
 
 import numpy as np
@@ -19,7 +21,9 @@ from kvtool.llama.loaded.model import Model
 from kvtool.system import texts as system_texts
 from kvtool.system.texts import TextSource
 from tests import fork_server
+from tests.blocking_policy import TIMEOUT_S
 from tests.cli.in_process_command import run_kvtool
+from tests.cli.terminal import RUN
 from tests.cli.test_cli import KVTOOL
 
 PROSE = "The tide came in, twice a day; na\u00efve \u4e16\u754c, 12345.\r\n\n\tand went out.  "
@@ -71,6 +75,9 @@ class Endless:
 
     def isatty(self):
         return False
+
+    def fileno(self):
+        raise io.UnsupportedOperation
 
     def read(self, n=-1):
         assert 0 <= n <= self.left, "more is read than is needed"
@@ -198,6 +205,32 @@ def test_command_without_a_text_in_a_terminal_gets_one_line(words):
     os.close(slave)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "in a pipe" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="waits for a pipe")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("generate", "--raw", "Hello", "-n", 1), "waiting for the end of stdin; `</dev/null` gives none\n"),
+        (
+            ("generate", "--raw", "-f", "-", "-n", 1),
+            "waiting for the end of stdin; `</dev/null` gives none\n",
+        ),
+        (("perplexity",), "waiting for the end of stdin\n"),
+        (("compare", "-", "--policies", "full"), "waiting for the end of stdin\n"),
+    ],
+)
+def test_command_that_waits_for_stdin_says_so(talker, words, line):
+    code = f"from kvtool.cli import texts; texts._PATIENCE_S = 0; {RUN}"
+    arguments = [sys.executable, "-c", code, *map(str, words), "-m", str(talker), "-t", "1"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with fork_server.Popen(arguments, text=True, **pipes) as process:
+        # the text is written only after the line has come
+        assert select([process.stderr], [], [], TIMEOUT_S)[0]
+        assert process.stderr.readline() == line
+        _, errors = process.communicate("Say hello, and say it again.")
+    assert process.returncode == 0, errors
+    assert "waiting" not in errors
 
 
 def test_closed_stdin_is_not_read_as_a_pipe(monkeypatch):

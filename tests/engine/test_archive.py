@@ -20,6 +20,7 @@ from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.llama.cache.archive import Archive
 from kvtool.llama.libllama import devices
+from kvtool.options import declared
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
@@ -184,7 +185,8 @@ def test_generate_falls_back_to_h2o_where_recall_does_not_work(tiny_model, tmp_p
     assert (result["policy"], message in done.stderr) == (("h2o", True) if reason else ("recall", False))
     assert bool(result["archived"]) == (reason is None)
     # a policy that the user asked for is never replaced: with recall or one of its options, the command fails
-    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if reason else ():
+    of_recall = ["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10], ["--prefill", "exact"]
+    for typed in of_recall if reason else ():
         refused_done = run_kvtool(*command, *typed, stdin="word " * 150)
         assert (refused_done.returncode, refused_done.stdout) == (2, "")
         assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", refused_done.stderr)
@@ -260,6 +262,13 @@ def test_too_little_free_memory_or_disk_space_for_an_archive_is_refused(tiny_mod
     # a limit in tokens does not depend on the free space
     with open_run(RunOptions(model=str(tiny_model()), archive="20000", threads=1)) as opened:
         assert opened.engine.context.archive.n_max == 20000
+
+
+def test_few_archived_tokens_may_take_two_steps_as_the_help_says(tiny_model):
+    with open_run(RunOptions(model=str(tiny_model()), archive="100", threads=1)) as opened:
+        limit = opened.engine.context.archive
+        assert limit.max_bytes == 2 * limit.slab_bytes
+        assert f" grows in steps of {limit.n_block} tokens" in declared(RunOptions)["archive"].help
 
 
 def test_policy_of_a_session_or_settings_file_is_never_replaced(talk, tiny_model, tmp_path, monkeypatch):

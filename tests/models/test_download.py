@@ -24,7 +24,7 @@ from kvtool.models import catalogue, download, hub, stored, web
 from kvtool.models import resolve as resolving
 from kvtool.models.fetch import OFFLINE
 from kvtool.models.header import read
-from kvtool.models.resolve import pull, resolve
+from kvtool.models.resolve import resolve
 from tests import fork_server
 
 
@@ -361,8 +361,7 @@ def error_of(code, kind):
         ("hf:o/r:Q5_K_M", "o/r has no Q5_K_M; it has Q4_0, Q8_0, plain.gguf"),
         ("hf:o/empty", "o/empty has no GGUF file"),
         ("hf:o/cut", "o/cut does not have all parts of a-00001-of-00002.gguf: no a-00002-of-00002.gguf"),
-        (__file__, "test_download.py is here already; -m takes a GGUF file by its path"),
-        ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
+        ("o/r", "unknown model 'o/r' (and no such file). See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
 def test_failing_repositories_give_one_line_errors(site, source, message):
@@ -375,7 +374,7 @@ def test_failing_repositories_give_one_line_errors(site, source, message):
     site.errors["/api/models/o/none"] = error_of(404, "RepoNotFound")
     site.errors["/api/models/o/r/revision/v9"] = error_of(404, "RevisionNotFound")
     with pytest.raises(ModelError) as error:
-        pull(source)
+        resolve(source)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -503,6 +502,12 @@ def test_pull_names_the_file_on_stderr_and_prints_the_path(site, model):
     assert result.stderr == "downloading hf:o/r\nhf:o/r: m-Q4_K_M.gguf\n"
     second_pull = json.loads(kvtool("pull", "hf:o/r", "--json").stdout)
     assert (second_pull["size"], second_pull["sha256"]) == (len(model), hashlib.sha256(model).hexdigest())
+
+
+def test_pull_of_a_file_prints_its_path(model, tmp_path):
+    (path := tmp_path / "own.gguf").write_bytes(model)
+    result = kvtool("pull", str(path))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{path}\n", "")
 
 
 def test_list_shows_cached_files_and_rm_deletes_them(site, model, parts):

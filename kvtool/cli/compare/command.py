@@ -134,7 +134,7 @@ def compare(
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
         raise UsageError("--budgets names no budget; only full and corm need none")
     kinds = {name: policies.load(name) for name, _ in map(of_runs.split_policy, names or ["recall"])}
-    archive.check(run, kinds)
+    archive.check(run, kinds, "--policies")
     with closing(source(file)) as text:
         run, info, n_ctx = locate_model(run)
         if not run.workers:
