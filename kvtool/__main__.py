@@ -48,9 +48,7 @@ def _open_streams() -> None:
         if getattr(sys, name) is None and os.open(os.devnull, os.O_RDONLY) == number:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if isinstance(out := sys.stdout, io.TextIOWrapper) and isinstance(out.buffer, io.RawIOBase):
-        sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(out.buffer), out.encoding, newline="", line_buffering=True
-        )
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(out.buffer), out.encoding, line_buffering=True)
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
