@@ -71,7 +71,7 @@ def test_archive_limit_is_read_as_tokens_or_bytes(text, settings):
         ("-1", "got '-1'"),
         ("10%", "got '10%'"),
         ("9" * 5000, "tokens"),
-        ("0", "0 is too small; give at least 1 token, or choose --policy streamingllm"),
+        ("0", "0 is too small; give at least 1 token, or choose the policy streamingllm"),
         ("0GiB", "0GiB is too small; give at least 1 token"),
         ("2TiB", r"2TiB is more than this machine's memory \(1.0 TiB\)"),
     ],

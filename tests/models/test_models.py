@@ -193,9 +193,9 @@ def test_unknown_name_error_suggests_similar_names(use_registry):
 
     def meant(name):
         with pytest.raises(ModelError) as error:
-            resolving.pull(name)
+            resolve(name)
         message = str(error.value)
-        assert message.startswith(f"unknown model {name!r}. Did you mean ")
+        assert message.startswith(f"unknown model {name!r} (and no such file). Did you mean ")
         assert message.endswith("? See `kvtool models list`.")
         return message.partition("mean ")[2].partition("?")[0]
 
