@@ -25,7 +25,7 @@ from kvtool.serve.http.metrics import Counts
 from kvtool.serve.queue import JobQueue
 from tests.cli.in_process_command import run_kvtool
 from tests.serve.http_requests import message
-from tests.serve.in_process_server import send
+from tests.serve.in_process_server import prepare, send
 
 BODY = json.dumps({"messages": [message("user", "Hi.")], "max_tokens": 4}).encode()
 OBSIDIAN = "app://obsidian.md"
@@ -414,7 +414,8 @@ def test_log_and_metrics_show_if_stopping_the_server_cut_an_answer(stream):
 @pytest.mark.parametrize("stream", [True, False])
 def test_log_and_metrics_show_if_the_client_disconnected(stream):
     lines, waiting = [], JobQueue(1)
-    site = Site("m", "h2o", waiting, pool=object(), log=lines.append)
+    pool = SimpleNamespace(slots=[SimpleNamespace(prepare=prepare)])
+    site = Site("m", "h2o", waiting, pool=pool, log=lines.append)
     asgi_app = app.make(site)
     is_gone = asyncio.Event()
 
