@@ -8,6 +8,7 @@ checkpoints, some of the arrays list the parts of a second file, FILE.archive (`
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
@@ -24,7 +25,7 @@ import numpy as np
 
 from kvtool.chats import archive_file, contents
 from kvtool.chats.archive_file import ArchivedArrays, with_archive
-from kvtool.errors import SessionError
+from kvtool.errors import DiskFull, SessionError
 from kvtool.llama.cache.segment import CHECKPOINTS, SEGMENTS, TABLE
 from kvtool.system import files
 from kvtool.system.arrays import arrays_in, parts_of
@@ -310,4 +311,5 @@ def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | N
     why = (error.strerror if isinstance(error, OSError) else None) or error
     is_there = what == "write" and os.path.isfile(session or path)
     kept = "; the last saved version is still there" if is_there else ""
-    return SessionError(f"cannot {what} {path}: {why}{kept}")
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (DiskFull if is_full else SessionError)(f"cannot {what} {path}: {why}{kept}")

@@ -125,6 +125,7 @@ class Resumer:
         self._n_system = 0
         self.n_cached = 0
         self.unsaved: str | None = None
+        chats.in_use.append(lambda: {chat for chat in (self._current, self._continued) if chat})
 
     def forget_chat(self) -> None:
         """Forget which chat the engine holds. Call this before another text uses the engine."""
