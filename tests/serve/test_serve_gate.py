@@ -328,6 +328,10 @@ def test_api_key_file_without_a_key_is_refused(tmp_path):
     done = run_kvtool("serve", "--api-key-file", keys)
     assert done.returncode == 2
     assert done.stderr == f"kvtool: --api-key-file: {keys} has no API key; write one key per line\n"
+    keys.write_text("# the first\nkey  # of Ann\nother\n")
+    done = run_kvtool("serve", "--api-key-file", keys)
+    wrong = f"{keys} has a key with white space inside; begin lines of comments with '#'"
+    assert (done.returncode, done.stderr) == (2, f"kvtool: --api-key-file: {wrong}\n")
 
 
 def test_allow_origin_refuses_values_that_no_browser_sends():
