@@ -82,10 +82,6 @@ class SessionError(KvtoolError):
     exit_code = 9
 
 
-class DiskFull(SessionError):
-    """A session cannot be written, because the disk or the user's quota is full."""
-
-
 def suggestion(name: str, known: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
     """Return " Did you mean ...?" with the names from `alike`, or "" if there are no such names.
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvtool.chats import archive_file, contents
 from kvtool.chats.archive_file import ArchivedArrays, with_archive
-from kvtool.errors import DiskFull, SessionError
+from kvtool.errors import SessionError
 from kvtool.llama.cache.segment import CHECKPOINTS, SEGMENTS, TABLE
 from kvtool.system import files
 from kvtool.system.arrays import arrays_in, parts_of
@@ -53,6 +53,10 @@ _FIRST = "kvtool session {} {} {}\n"
 _FIRST_LINE = re.compile(rb"kvtool session (\d+) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
 _N_FIRST = len(_FIRST.format(FORMAT, "0" * 64, "0" * 64))
 _BLOCK = 2**20
+
+
+class DiskFull(SessionError):
+    """A session cannot be written, because the disk or the user's quota is full."""
 
 
 @contextmanager

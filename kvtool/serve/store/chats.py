@@ -26,7 +26,7 @@ import numpy as np
 from kvtool.chats import archive_file, session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.undo import TurnEnd
-from kvtool.errors import DiskFull, SessionError
+from kvtool.errors import SessionError
 from kvtool.serve.api.messages import Message
 from kvtool.system.files import LOCK, free_disk_bytes, is_locked, locked, spare_folder
 
@@ -222,7 +222,7 @@ class ChatStore:
                 failure = session.cannot("write", path, error)
             except SessionError as error:
                 failure = error
-            if not (isinstance(failure, DiskFull) and self._frees_space(others)):
+            if not (isinstance(failure, session.DiskFull) and self._frees_space(others)):
                 raise failure
 
     def _frees_space(self, others: Iterator[StoredChat]) -> bool:
