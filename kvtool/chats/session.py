@@ -8,6 +8,7 @@ checkpoints, some of the arrays list the parts of a second file, FILE.archive (`
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
@@ -52,6 +53,10 @@ _FIRST = "kvtool session {} {} {}\n"
 _FIRST_LINE = re.compile(rb"kvtool session (\d+) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
 _N_FIRST = len(_FIRST.format(FORMAT, "0" * 64, "0" * 64))
 _BLOCK = 2**20
+
+
+class DiskFull(SessionError):
+    """A session cannot be written, because the disk or the user's quota is full."""
 
 
 @contextmanager
@@ -310,4 +315,5 @@ def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | N
     why = (error.strerror if isinstance(error, OSError) else None) or error
     is_there = what == "write" and os.path.isfile(session or path)
     kept = "; the last saved version is still there" if is_there else ""
-    return SessionError(f"cannot {what} {path}: {why}{kept}")
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (DiskFull if is_full else SessionError)(f"cannot {what} {path}: {why}{kept}")

@@ -251,4 +251,6 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise UsageError(f"{path} has no API key; write one key per line")
+    if any(len(key.split()) > 1 for key in keys):
+        raise UsageError(f"{path} has a key with white space inside; begin lines of comments with '#'")
     return keys

@@ -67,7 +67,7 @@ def opened(
         with suppress(ModelError):
             template = template_of(first.model, run.chat_template)
         fixed, kept = fixed_of(first, run, template, hashing), run.session_values() | dict(kept)
-        chats = stack.enter_context(closing(ChatStore(folder, max_bytes, fixed)))
+        chats = stack.enter_context(closing(ChatStore(folder, max_bytes, fixed, site.log)))
         for line in _notes(chats):
             site.say(line)
         if template and thinking:
@@ -105,7 +105,9 @@ def _notes(chats: ChatStore) -> Iterator[str]:
     if n := len(chats.others):
         yield f"chats of another model, policy or options {where}: {n:,}; they count towards --sessions-bytes"
     if n := chats.n_unusable:
-        yield f"damaged files, archives without a chat, and chats of `kvtool chat` {where}: {n:,}; they stay"
+        yield f"damaged files and archives without a chat {where}: {n:,}; they stay"
+    if n := chats.n_foreign:
+        yield f"chats of `kvtool chat` {where}: {n:,}; they stay"
 
 
 def _share_memory(first: Engine, n: int) -> int:

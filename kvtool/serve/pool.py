@@ -102,9 +102,6 @@ class SlotPool:
                 for _ in range(before - self.n_max):
                     self._permits.acquire()
                 self._lock.acquire(is_first=True)
-        # compare only if several slots are free, because comparing renders the chat
-        slot = self._free[0]
-        if len(self._free) > 1:
-            slot = max(self._free, key=lambda each: each.n_shared(job.request))
+        slot = max(self._free, key=lambda each: each.n_shared(job))
         self._free.remove(slot)
         return slot

@@ -21,6 +21,8 @@ class Job:
 
     Attributes
     ----------
+    prompt
+        The rendered and tokenized prompt. `Slot.prepare` sets it. None until then.
     prompt_counts
         Set before the prompt is read. None until then.
     end
@@ -34,6 +36,7 @@ class Job:
     def __init__(self, request: Any, client: str) -> None:
         self.request = request
         self.client = client
+        self.prompt: Any = None
         self.prompt_counts: PromptCounts | None = None
         self.end: End | None = None
         self.error: ApiError | None = None
@@ -63,7 +66,7 @@ class Job:
 
 
 class JobQueue:
-    """The waiting jobs. Clients take turns. The jobs of one client keep their order.
+    """The waiting jobs. Clients take turns. The prepared jobs of one client keep their order.
 
     n_max: maximum number of waiting jobs. Jobs for which a slot is free do not count.
     n_slots: `SlotPool.run` keeps this number up to date.
@@ -75,6 +78,7 @@ class JobQueue:
         self.n_max = n_max
         self.n_slots = n_slots
         self._by_client: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._unprepared: set[Job] = set()
         self._changed = threading.Condition()
         self._is_closed = False
         self.running: list[Job] = []
@@ -83,8 +87,11 @@ class JobQueue:
         with self._changed:
             return sum(not job.is_cancelled for jobs in self._by_client.values() for job in jobs)
 
-    def put(self, job: Job) -> None:
-        """Add a job. Raises ApiError if the queue is full or closed."""
+    def put(self, job: Job, *, is_prepared: bool = True) -> None:
+        """Add a job. Raises ApiError if the queue is full or closed.
+
+        is_prepared: False to let `get` leave the job in the queue until `prepared` is called.
+        """
         with self._changed:
             if self._is_closed:
                 raise stopped()
@@ -100,6 +107,14 @@ class JobQueue:
                     code="too_many_requests",
                 )
             self._by_client.setdefault(job.client, deque()).append(job)
+            if not is_prepared:
+                self._unprepared.add(job)
+            self._changed.notify()
+
+    def prepared(self, job: Job) -> None:
+        """Let `get` return a job that was not prepared when it was added."""
+        with self._changed:
+            self._unprepared.discard(job)
             self._changed.notify()
 
     def _remove_cancelled(self) -> None:
@@ -110,20 +125,18 @@ class JobQueue:
                 del self._by_client[client]
 
     def get(self) -> Job | None:
-        """Wait for the next job and take it out. Returns None after the queue was closed."""
+        """Wait for the next prepared job and take it out. Returns None after the queue was closed."""
         with self._changed:
             while not self._is_closed:
-                if self._by_client:
-                    client, jobs = self._by_client.popitem(last=False)
-                    job = jobs.popleft()
-                    # the client's next job waits until each other client has had a turn
-                    if jobs:
-                        self._by_client[client] = jobs
-                    if not job.is_cancelled:
+                self._remove_cancelled()
+                for client, jobs in self._by_client.items():
+                    if job := next((each for each in jobs if each not in self._unprepared), None):
+                        jobs.remove(job)
+                        # the client's next job waits until each other client has had a turn
+                        self._by_client.move_to_end(client)
                         self.running.append(job)
                         return job
-                else:
-                    self._changed.wait()
+                self._changed.wait()
         return None
 
     def done(self, job: Job) -> None:

@@ -34,11 +34,7 @@ _N_KEPT = 16
 
 
 class Renderings:
-    """Makes and keeps a `Rendering` for each set of template variables in requests.
-
-    All slots and threads share one object, so that a chat is tokenized only once even if it is compared with
-    several slots.
-    """
+    """Makes and keeps a `Rendering` for each set of template variables in requests. All threads share it."""
 
     def __init__(self, model: Model, template: Template) -> None:
         self._model = model
@@ -109,7 +105,9 @@ class Rendering:
         self._bare = template.of_shielded
         # arguments and result of the last call of `whole`
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
-        # text of the template's own reply header if `with_begun` made this object; otherwise ""
+        # arguments and results of calls of `following`
+        self._following: dict[int, tuple[list[Message], list[Any], np.ndarray]] = {}
+        # text of the template's own reply header if the reply has a given beginning; otherwise ""
         self._replaced = ""
         self.format = Format.of(template)
 
@@ -118,11 +116,17 @@ class Rendering:
         """The header that the template writes before a reply."""
         return Header.of(self._model, self.template)
 
-    def with_begun(self, begun: str) -> Rendering:
-        """Return a rendering for replies that begin with the text `begun`."""
+    def for_request(self, begun: str) -> Rendering:
+        """Return a copy for one request, which keeps the tokens of the request's chat.
+
+        begun: text with which the reply begins, or "".
+        """
+        header = self.header
         other = copy(self)
-        other._last, other._replaced = None, self.header.kept + self.header.lead
-        other.header = self.header.with_begun(self._model, self.template, begun)
+        other._last, other._following = None, {}
+        if begun:
+            other._replaced = header.kept + header.lead
+            other.header = header.with_begun(self._model, self.template, begun)
         return other
 
     def _ended(self, text: str) -> str:
@@ -258,7 +262,16 @@ class Rendering:
         return ""
 
     def following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
-        """Return the tokens i32[n] after the first i messages, which end with a reply. Raises ModelError."""
+        """Return the tokens i32[n] after the first i messages, which end with a reply. Raises ModelError.
+
+        Results are returned again as in `whole`.
+        """
+        last = self._following.get(i)
+        if not (last and last[0] is messages and last[1] == tools):
+            last = self._following[i] = messages, tools, self._tokens_after(messages, i, tools)
+        return last[2]
+
+    def _tokens_after(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
         if self.format.holds_results and "tool_calls" in messages[i - 1]:
             text = self._after_calls(messages, i, tools)
         elif self.format.end_token and "tool_calls" in messages[i - 1]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,14 @@ Pieces = Generator[str, None, None]
 
 N_OUTPUT = 16
 """Maximum number of tokens of a step that computes logits for all its tokens, to score a prompt."""
+
+
+class _ChatPrompt(NamedTuple):
+    """The prepared prompt of a chat: see `Slot.prepare`. remarks: see `Renderings.of`."""
+
+    rendering: Rendering
+    remarks: list[str]
+    history: History
 
 
 class Slot:
@@ -85,23 +93,46 @@ class Slot:
         # remarks on fields of the request that kvtool cannot apply exactly; the answer lists these remarks
         self._remarks: list[str] = []
 
+    def prepare(self, job: Job) -> None:
+        """Render and tokenize the prompt of a job. Any thread may call this. Raises ApiError.
+
+        The server calls this before a slot is free, because a long text takes seconds. If it was not called,
+        `n_shared` or `answer` call it. The results do not depend on the slot or its engine.
+        """
+        if job.prompt is not None:
+            return
+        with self._api_errors():
+            request = job.request
+            if not isinstance(request, ChatRequest):
+                job.prompt = text_prompts.tokens_of(self.model, request.prompt)
+                return
+            resumer, tools = self._chats_resumer(), _tools_in_prompt(request)
+            rendering, remarks = self._rendering(request)
+            history = rendering.history(request.name, request.messages, tools)
+            if request.reuses:
+                resumer.prepare(rendering, request.messages, tools, history)
+            rendering.whole(request.messages, tools)
+            job.prompt = _ChatPrompt(rendering, remarks, history)
+
     def answer(self, job: Job) -> None:
         """Answer the request of a job, and emit the events of the answer. Raises ApiError."""
+        self.prepare(job)
         with self._api_errors():
             if isinstance(job.request, ChatRequest):
                 self._chat(job, job.request)
             else:
                 self._text(job, job.request)
 
-    def n_shared(self, request: Request) -> int:
+    def n_shared(self, job: Job) -> int:
         """Return how many tokens at the start of a request need not be read, because the engine has them."""
+        request = job.request
         try:
+            self.prepare(job)
             if isinstance(request, TextRequest):
-                tokens = text_prompts.tokens_of(self.model, request.prompt)
-                return text_prompts.n_reused(self.writer, request, tokens)
-            if not (self._resumer and isinstance(request, ChatRequest) and request.reuses):
+                return text_prompts.n_reused(self.writer, request, job.prompt)
+            if not (self._resumer and request.reuses):
                 return 0
-            self._resumer.use(self._rendering(request)[0])
+            self._resumer.use(job.prompt.rendering)
             return self._resumer.n_shared(request.messages, _tools_in_prompt(request))
         except (ApiError, KvtoolError, RecursionError):
             # ignore the error here, because the answer will report it
@@ -122,7 +153,7 @@ class Slot:
     def _rendering(self, request: ChatRequest) -> tuple[Rendering, list[str]]:
         """Return the rendering of a request, and remarks on options that the template does not support."""
         rendering, remarks = self._renderings.of(request.thinking)
-        return rendering.with_begun(request.begun) if request.begun else rendering, remarks
+        return rendering.for_request(request.begun), remarks
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
@@ -145,13 +176,12 @@ class Slot:
     def _chat(self, job: Job, request: ChatRequest) -> None:
         resumer = self._chats_resumer()
         conversation, tools = resumer.conversation, _tools_in_prompt(request)
-        rendering, remarks = self._rendering(request)
+        rendering, remarks, history = job.prompt
         rules, unenforced = rendering.rules(request)
         self._remarks = [*remarks, *unenforced]
         resumer.use(rendering)
         conversation.thought_budget = request.thinking.budget
         conversation.may_call = rendering.may_call(request)
-        history = rendering.history(request.name, request.messages, tools)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         tags = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._start(job, request, conversation.shown | tags, rules)
@@ -220,7 +250,7 @@ class Slot:
         started = self._clock()
         if self._resumer:
             self._resumer.forget_chat()
-        tokens = text_prompts.tokens_of(self.model, request.prompt)
+        tokens = job.prompt
         self._check_length(len(tokens))
         n_cached = text_prompts.rewind(self.writer, request, tokens)
         job.prompt_counts = {"n_prompt": len(tokens), "n_cached": n_cached}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import numpy as np
 
@@ -21,7 +20,7 @@ def tokens_of(model: Model, prompt: str | list[int]) -> np.ndarray:
     Raises ApiError if there is no token, or if a token is not in the vocabulary.
     """
     if isinstance(prompt, str):
-        tokens = _tokens_of_text(model, prompt)
+        tokens = model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
     elif prompt and (min(prompt) < 0 or max(prompt) >= model.n_vocab):
         raise ApiError(f"prompt must have tokens in 0..{model.n_vocab - 1}", param="prompt")
     else:
@@ -29,12 +28,6 @@ def tokens_of(model: Model, prompt: str | list[int]) -> np.ndarray:
     if not len(tokens):
         raise ApiError("prompt must have at least one token", param="prompt")
     return tokens
-
-
-# each prompt is compared with several slots before it is answered
-@lru_cache(2)
-def _tokens_of_text(model: Model, text: str) -> np.ndarray:
-    return model.tokenize(text, special=True, start=wants_bos(model, text))
 
 
 def n_reused(writer: Writer, request: TextRequest, tokens: np.ndarray) -> int:

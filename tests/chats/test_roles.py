@@ -248,7 +248,7 @@ def test_tool_results_that_belong_to_the_reply_follow_its_calls(model):
         f"<|tool_call>call:now{{}}<tool_call|>{result}"
     )
     assert text_of(model, renderer.following(turns, 3, TOOLS)) == result
-    turns += check([{"role": "assistant", "content": "Noon."}, *chat_of("u")])
+    turns = [*turns, *check([{"role": "assistant", "content": "Noon."}, *chat_of("u")])]
     assert text_of(model, renderer.following(turns, 5, TOOLS)) == "<user>0<a>"
     assert text_of(model, renderer.following(turns, 3, TOOLS)) == f"{result}<assistant>Noon.<user>0<a>"
     leaves_out = rendering(model, GEMMA4.replace("<tool_call|>", ""))

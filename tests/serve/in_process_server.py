@@ -62,6 +62,11 @@ class InProcessServer:
         return body["choices"][0]["message"], body["usage"]
 
 
+def prepare(job):
+    """Stand for `Slot.prepare`."""
+    job.prompt = ()
+
+
 def send(
     path,
     method="GET",
@@ -88,7 +93,7 @@ def send(
     site: further fields of `Site`.
     """
     waiting = JobQueue(n_waiting)
-    slot = SimpleNamespace(count=count, model=model, engine=_ENGINE)
+    slot = SimpleNamespace(count=count, prepare=prepare, model=model, engine=_ENGINE)
     pool = SimpleNamespace(slots=[slot]) if is_loaded else None
     asgi_app = app.make(Site("m", "h2o", waiting, pool=pool, **site))
 

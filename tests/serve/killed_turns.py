@@ -69,9 +69,8 @@ class SlotServer:
 
     def _answer(self, messages, emit):
         body = {"messages": messages, "max_tokens": 8, "temperature": 0}
-        job = SimpleNamespace(
-            request=requests.check_chat(requests.as_chat(body), Defaults()), is_cancelled=False
-        )
+        request = requests.check_chat(requests.as_chat(body), Defaults())
+        job = SimpleNamespace(request=request, prompt=None, is_cancelled=False)
         job.emit = partial(emit, job)
         self.slot.answer(job)
 

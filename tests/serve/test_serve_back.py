@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -245,6 +246,10 @@ def check_prompts(model, n_batch=1, **options):
     """
     with serve_in_process(model, **options) as server:
         slot = server.pool.slots[0]
+
+        def n_shared(body):
+            return slot.n_shared(SimpleNamespace(request=requests.check_text(body, Defaults()), prompt=None))
+
         text, (n, n_cached, n_written) = continued(server, PROMPT)
         assert n_cached == 0
         n_same = (n - 1) // n_batch * n_batch
@@ -254,15 +259,15 @@ def check_prompts(model, n_batch=1, **options):
         remainder, counts = continued(server, longer)
         assert counts[:2] == (len(longer), n + n_written)
         # go back to the first prompt
-        assert slot.n_shared(requests.check_text({"prompt": PROMPT}, Defaults())) == n_same
+        assert n_shared({"prompt": PROMPT}) == n_same
         assert continued(server, PROMPT) == (text, (n, n_same, n_written))
         assert continued(server, PROMPT, cache_prompt=False) == (text, (n, 0, n_written))
         # a prompt is read again if its tokens are scored
         assert continued(server, PROMPT, echo=True, logprobs=0)[1] == (n, 0, n_written)
         for more in ({"cache_prompt": False}, {"echo": True, "logprobs": 0}):
-            assert slot.n_shared(requests.check_text({"prompt": PROMPT, **more}, Defaults())) == 0
+            assert n_shared({"prompt": PROMPT, **more}) == 0
         # an error is left to the answer
-        assert slot.n_shared(requests.check_text({"prompt": ""}, Defaults())) == 0
+        assert n_shared({"prompt": ""}) == 0
     return longer, remainder
 
 

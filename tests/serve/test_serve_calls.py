@@ -315,6 +315,27 @@ def test_code_block_without_calls_is_text(format, inside, opening, close):
         check_cuts(format, f"{inside}\n", [f"{inside}\n"])
 
 
+@each_format
+def test_call_that_does_not_fit_its_schema_is_text(format):
+    for arguments in (
+        {"city": "a", "unit": "c"},
+        {"city": "a", "days": "x"},
+        {},
+        {"city": "a", "hours": [1, 2, 3, 4]},
+    ):
+        for wrong in ([("weather", arguments)], [NOW, ("weather", arguments)]):
+            bare = json.dumps([{"name": name, "arguments": given} for name, given in wrong])
+            for text in (bare, f"```json\n{bare}\n```", f"<tools>{bare}</tools>", f"<tool_call>{bare}"):
+                check_cuts(format, text, [text])
+        text = format.written([("weather", arguments)])
+        # all of the text stays, with the parts that formats leave out of texts
+        assert not [part for part in parsed(format, [text]) if isinstance(part, tuple)]
+    # a text may be followed by a call
+    check_cuts(
+        format, f"{bare} <tool_call>{bare}\n{HERMES.written([NOW])}", [f"{bare} <tool_call>{bare}", NOW]
+    )
+
+
 def test_bare_json_object_next_to_text_is_text():
     for bare in (BLOCKS["one"][0], BLOCKS["a list"][0]):
         for text in (f"Like this: {bare}", f"{bare}\nThat is it.", f"{bare}\n```"):

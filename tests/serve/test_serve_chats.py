@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 import sys
 import threading
 import time
 from contextlib import closing
+from io import BytesIO
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +27,7 @@ from kvtool.system.files import locked
 from tests.blocking_policy import TIMEOUT_S
 from tests.serve import http_requests
 from tests.serve.http_requests import message, request
+from tests.serve.in_process_server import serve_in_process
 from tests.serve.subprocess_server import start_server
 
 SYSTEM = message("system", "Be kind. " * 4)
@@ -161,7 +164,7 @@ def test_store_leaves_sessions_without_valid_messages_unchanged(tmp_path, messag
 TOKENS = np.arange(100, dtype=np.int32)
 
 
-def stored(store, tokens, role="user"):
+def stored(store, tokens, role="user", before=None):
     """Store a chat with these tokens in a session of about 4,000 bytes. Return the chat."""
     meta = {"fixed": store.fixed, "padding": "x" * 3500}
 
@@ -173,7 +176,7 @@ def stored(store, tokens, role="user"):
     engine = SimpleNamespace(checkpoints=SimpleNamespace(to_save=list))
     writer = SimpleNamespace(engine=engine, tokens=tokens)
     chat = SimpleNamespace(writer=writer, messages=messages, save_to=save_to)
-    return store.add(None, os.urandom(8), chat, {}, turn_ends=[])
+    return store.add(before, os.urandom(8), chat, {}, turn_ends=[])
 
 
 def with_end(n, value):
@@ -197,6 +200,116 @@ def test_without_variants_the_least_recently_used_chats_are_deleted(tmp_path):
         chats = [stored(store, with_end(49, -value)) for value in range(1, 11)]
         assert store.chats == chats[-len(store) :]
         assert len(store) > 3
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    """Pretend that the disk of tmp_path has 20,000 bytes, which is enough for four sessions of `stored`."""
+    n_all, write = 20_000, session.write
+
+    def n_free(_=None):
+        return n_all - sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    def limited(path, meta, arrays):
+        file = BytesIO()
+        session.dump(file, meta, arrays)
+        if len(file.getvalue()) > n_free():
+            raise session.cannot("write", path, OSError(errno.ENOSPC, "No space left on device"))
+        write(path, meta, arrays)
+
+    monkeypatch.setattr(session, "write", limited)
+    monkeypatch.setattr("kvtool.serve.store.chats.free_disk_bytes", n_free)
+
+
+@pytest.fixture
+def full_store(tmp_path, small_disk):
+    """Return a store that has filled the disk with chats, and the chats in the order of their last use."""
+    with closing(ChatStore(tmp_path, 10**9, {})) as store:
+        listed = [stored(store, TOKENS + 1000 * n) for n in range(4)]
+        assert all(chat.path.exists() for chat in listed)
+        yield store, listed
+
+
+def test_full_disk_lets_the_least_recently_used_chat_be_deleted(full_store):
+    store, (oldest, *others) = full_store
+    new = stored(store, TOKENS + 9000)
+    assert store.chats == [*others, new]
+    assert [chat.path.exists() for chat in (oldest, *others, new)] == [False, True, True, True, True]
+
+
+def test_full_disk_does_not_let_chats_in_use_or_the_stored_chat_be_deleted(full_store):
+    store, listed = full_store
+    store.in_use.append(lambda: {listed[1]})
+    new = stored(store, TOKENS + 9000, before=listed[0])
+    # the new chat has replaced the first one
+    assert (store.chats, new.path) == ([listed[1], listed[3], new], listed[0].path)
+    store.in_use.append(lambda: set(store.chats))
+    stored(store, TOKENS + 8000)
+    before = [*store.chats]
+    with pytest.raises(SessionError, match="No space left on device"):
+        stored(store, TOKENS + 7000)
+    assert store.chats == before
+    assert all(chat.path.exists() for chat in before)
+
+
+def test_full_disk_stops_deletions_that_free_no_space(full_store, monkeypatch):
+    store, listed = full_store
+    monkeypatch.setattr("kvtool.serve.store.chats.free_disk_bytes", lambda path: 0)
+    monkeypatch.setattr(session, "dump", lambda file, *arguments: file.write(b"x" * 10**6))
+    with pytest.raises(SessionError, match="No space left on device"):
+        stored(store, TOKENS + 9000)
+    assert store.chats == listed[1:]
+
+
+def test_other_errors_while_storing_let_no_chat_be_deleted(full_store, monkeypatch):
+    store, listed = full_store
+
+    def fails(path, *arguments):
+        raise session.cannot("write", path, OSError(errno.EIO, "Input/output error"))
+
+    monkeypatch.setattr(session, "write", fails)
+    with pytest.raises(SessionError, match="Input/output error"):
+        stored(store, TOKENS + 9000)
+    assert store.chats == listed
+
+
+def test_chats_are_stored_on_a_full_disk_and_slots_keep_theirs(talker, tmp_path, monkeypatch):
+    with serve_in_process(talker, tmp_path, policy="h2o", budget="96") as server:
+        store = server.pool.slots[0].chats
+        server.chat([message("user", "0")])
+        # from now on, the disk has room for two chats of this size
+        n_all, write = 5 * store.n_bytes // 2, session.write
+
+        def n_free(_=None):
+            return n_all - sum(path.stat().st_size for path in tmp_path.iterdir())
+
+        def limited(path, *arguments):
+            write(path, *arguments)
+            if n_free() < 0:
+                path.unlink()
+                raise session.cannot("write", path, OSError(errno.ENOSPC, "No space left on device"))
+
+        monkeypatch.setattr(session, "write", limited)
+        monkeypatch.setattr("kvtool.serve.store.chats.free_disk_bytes", n_free)
+        for n in range(1, 6):
+            answer = server.ask(
+                "/v1/chat/completions", {"messages": [message("user", f"{n}")], "max_tokens": 6}
+            )
+            assert "unsaved" not in answer.json()["kvtool"]
+            (in_use,) = (used for slot_chats in store.in_use if (used := slot_chats()))
+            assert in_use == {store.chats[-1]}
+        assert 0 < len(store) < 5
+
+
+def test_log_has_a_line_about_a_damaged_chat_that_is_deleted(tmp_path):
+    lines = []
+    with closing(ChatStore(tmp_path, 10**9, {}, lines.append)) as store:
+        chat = stored(store, TOKENS)
+        os.truncate(chat.path, 1000)
+        with pytest.raises(SessionError, match="truncated"):
+            store.load(chat)
+    assert lines == [f"{chat.path} is damaged or missing: this stored chat was deleted"]
+    assert not chat.path.exists()
 
 
 def test_system_prompt_is_not_a_variant_of_its_chats(tmp_path):
@@ -272,11 +385,14 @@ def test_chats_of_other_models_count_towards_the_limit(tmp_path):
     ]
     for path in other_files:
         path.write_bytes(b"\0" * 30_000)
+    other_files.append(tmp_path / "00112233aabbccdd.kv")
+    session.write(other_files[-1], {"fixed": {"model": "b"}, "messages": []}, [])
     with closing(ChatStore(tmp_path, 20_000, {"model": "b"})) as store:
-        assert (len(store), len(store.others), store.n_unusable) == (0, 3, 2)
+        assert (len(store), len(store.others), store.n_unusable, store.n_foreign) == (0, 3, 2, 1)
         assert [line.rpartition(f" in {tmp_path}: ")[::2] for line in opening._notes(store)] == [
             ("chats of another model, policy or options", "3; they count towards --sessions-bytes"),
-            ("damaged files, archives without a chat, and chats of `kvtool chat`", "2; they stay"),
+            ("damaged files and archives without a chat", "2; they stay"),
+            ("chats of `kvtool chat`", "1; they stay"),
         ]
         new = [stored(store, TOKENS + 1000 * n).path for n in range(2)]
         # five chats have more than 20,000 bytes, so the oldest is deleted

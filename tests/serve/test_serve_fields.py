@@ -126,6 +126,8 @@ FIRST = "messages[0].content[0]"
         ({"mirostat": 3}, "mirostat", "must be in 0..2, got 3"),
         ({"mirostat_tau": -1}, "mirostat_tau", "must be in 0..10000, got -1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be in 0.001..1000, got 0; 1 is off"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", 'must have pairs of a token and a number, got ["x", 1]'),
+        ({"logit_bias": [[True]]}, "logit_bias", "must have pairs of a token and a number, got [true]"),
         ({"logit_bias": {"5": 1e6}}, "logit_bias", "of token 5 must be in -10000..10000 or -inf, got 1e+06"),
     ],
     ids=str,

@@ -25,7 +25,7 @@ from kvtool.serve.http.metrics import Counts
 from kvtool.serve.queue import JobQueue
 from tests.cli.in_process_command import run_kvtool
 from tests.serve.http_requests import message
-from tests.serve.in_process_server import send
+from tests.serve.in_process_server import prepare, send
 
 BODY = json.dumps({"messages": [message("user", "Hi.")], "max_tokens": 4}).encode()
 OBSIDIAN = "app://obsidian.md"
@@ -328,6 +328,10 @@ def test_api_key_file_without_a_key_is_refused(tmp_path):
     done = run_kvtool("serve", "--api-key-file", keys)
     assert done.returncode == 2
     assert done.stderr == f"kvtool: --api-key-file: {keys} has no API key; write one key per line\n"
+    keys.write_text("# the first\nkey  # of Ann\nother\n")
+    done = run_kvtool("serve", "--api-key-file", keys)
+    wrong = f"{keys} has a key with white space inside; begin lines of comments with '#'"
+    assert (done.returncode, done.stderr) == (2, f"kvtool: --api-key-file: {wrong}\n")
 
 
 def test_allow_origin_refuses_values_that_no_browser_sends():
@@ -414,7 +418,8 @@ def test_log_and_metrics_show_if_stopping_the_server_cut_an_answer(stream):
 @pytest.mark.parametrize("stream", [True, False])
 def test_log_and_metrics_show_if_the_client_disconnected(stream):
     lines, waiting = [], JobQueue(1)
-    site = Site("m", "h2o", waiting, pool=object(), log=lines.append)
+    pool = SimpleNamespace(slots=[SimpleNamespace(prepare=prepare)])
+    site = Site("m", "h2o", waiting, pool=pool, log=lines.append)
     asgi_app = app.make(site)
     is_gone = asyncio.Event()
 

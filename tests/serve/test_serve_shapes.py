@@ -42,7 +42,7 @@ def of_schema(schema, strict=None):
         ({}, None),
         ({"response_format": {"type": "text"}, "grammar": "", "json_schema": None}, None),
         ({"response_format": of_schema(CITY, strict=True)}, form(CITY, f"{OF_SCHEMA}.schema", strict=True)),
-        ({"response_format": {"type": "json_object"}}, form({"type": "object"}, "response_format.schema")),
+        ({"response_format": {"type": "json_object"}}, form({"type": "object"}, "response_format")),
         ({"json_schema": CITY}, form(CITY, "json_schema")),
         ({"grammar": "root ::= [a]"}, OutputFormat("grammar", "root ::= [a]", "grammar")),
     ],
@@ -62,6 +62,11 @@ def test_fields_of_output_formats_are_read(fields, shape):
         ({"json_schema": "[]"}, "json_schema", "must be an object, got a string"),
         ({"grammar": 5}, "grammar", "must be a string"),
         ({"json_schema": CITY, "grammar": "root ::= [a]"}, "grammar", "and json_schema each say what the"),
+        (
+            {"response_format": {"type": "json_object"}, "grammar": "root ::= [a]"},
+            "grammar",
+            "and response_format each say what the",
+        ),
     ],
 )
 def test_error_names_the_invalid_format_field(fields, param, words):

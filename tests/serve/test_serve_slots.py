@@ -57,7 +57,7 @@ class FakeJob:
         }
         self.request = requests.check_chat(requests.as_chat(body), Defaults())
         self.client = str(next(NUMBER))
-        self.prompt_counts, self.end, self.is_cancelled = None, None, False
+        self.prompt, self.prompt_counts, self.end, self.is_cancelled = None, None, None, False
         self.events, self._on_event, self._is_over = [], on_event, threading.Event()
 
     def emit(self, event):

@@ -33,7 +33,7 @@ WEATHER = {
         "unit": {"enum": ["C", "F"]},
         "hours": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
     },
-    "required": ["city", "unit"],
+    "required": ["city"],
 }
 NOTE = {
     "type": "object",

@@ -46,12 +46,27 @@ def test_all_recorded_agents_except_continue_send_thoughts_back():
     assert LOGS.keys() - senders == {"continue 1.5.47"}
 
 
+def arguments_for(body, name, n):
+    """Return the n-th arguments for the tool `name` of a request. The required ones are strings or lists."""
+    functions = [tool.get("function", tool) for tool in body.get("tools", [])]
+    schemas = [each.get("parameters") or each["input_schema"] for each in functions if each["name"] == name]
+    return {
+        key: [] if schema["properties"][key]["type"] == "array" else f"{n}"
+        for schema in schemas
+        for key in schema.get("required", ())
+    }
+
+
 @pytest.mark.parametrize("client", LOGS)
 def test_agents_get_separate_thoughts_and_thoughts_sent_back_are_read(server, client):
     model, answers = DictatedSlot(server.pool.slots[0], server.site.defaults), []
     for n, line in enumerate(LOGS[client]):
         body, name = filled(line["body"], answers), line["calls"]
-        thought, text, call = f"This is thought {n}.", "" if name else f"Answer {n}.", (name, {"n": n})
+        thought, text, call = (
+            f"This is thought {n}.",
+            "" if name else f"Answer {n}.",
+            (name, arguments_for(body, name, n)),
+        )
         model.dictated = [f"{thought}\n</think>\n\n{HERMES.written([call]) if name else text}"]
         sent = server.ask(line["path"], body, headers=line["headers"])
         assert sent.status_code == 200, sent.text

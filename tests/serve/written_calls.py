@@ -62,9 +62,9 @@ WRITTEN = {
             [("make-note", {"city": True, "from": "12", "other": [1, None]})],
         ),
         "null or a text": (
-            "<tool_call><function=make-note><parameter=city>no</parameter><parameter=from>null</parameter>"
+            "<tool_call><function=make-note><parameter=city>false</parameter><parameter=from>null</parameter>"
             "<parameter=other>NaN</parameter></function></tool_call>",
-            [("make-note", {"city": "no", "from": None, "other": "NaN"})],
+            [("make-note", {"city": False, "from": None, "other": "NaN"})],
         ),
         "lines": (
             "<function=weather>\n<parameter=city>\n\n  a </function> b\n\n</parameter>\n</function>",

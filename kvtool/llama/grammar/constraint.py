@@ -6,7 +6,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -243,6 +243,23 @@ class Matcher(Constraint):
         # the reason for refusing a regular expression comes some lines after the first line
         reason = re.search("^error: (.+)$", text, re.M)
         return " ".join((reason[1] if reason else text.partition("\n")[0]).split())[:200]
+
+
+def accepts(rules: Rules, text: str) -> bool:
+    """True if a whole text fits rules without control tokens. False if the rules are too complex."""
+    matcher = _byte_matcher(rules.text).deep_copy()
+    # the half of a surrogate pair, which UTF-8 does not have, counts as a character
+    return bool(matcher.consume_tokens([*text.encode("utf-8", "replace")])) and matcher.is_accepting()
+
+
+# cached, because a reply often has several calls of the same tool
+@lru_cache(16)
+def _byte_matcher(rules: str) -> llguidance.LLMatcher:
+    """Return a matcher whose tokens are single bytes. It is at the start of the text."""
+    import llguidance
+
+    make, tokenizer = llguidance.LLMatcher, llguidance.LLTokenizer("byte")
+    return with_large_stack(lambda: make(tokenizer, rules, log_level=0, limits=limits()))
 
 
 def limits() -> llguidance.LLParserLimits:

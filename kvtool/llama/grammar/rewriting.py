@@ -69,8 +69,12 @@ class LeftOut(NamedTuple):
     where: str
 
 
-def rewritten(schema: Mapping[str, Any], *, drops_integers: bool = False) -> tuple[Schema, list[LeftOut]]:
+def rewritten(
+    schema: Mapping[str, Any], *, drops_integers: bool = False, may_close: bool = True
+) -> tuple[Schema, list[LeftOut]]:
     """Rewrite a schema for llguidance. Return the new schema, and the keywords that are not enforced.
+
+    may_close: False to allow the properties that an object's schema does not name, as JSON Schema does.
 
     Raises UsageError if the schema is too large, if an object has too many properties, or if const or enum
     has an integer beyond _MAX_EXACT, unless `drops_integers`, which leaves out the keyword.
@@ -78,7 +82,7 @@ def rewritten(schema: Mapping[str, Any], *, drops_integers: bool = False) -> tup
     shared: set[str] = set()
     while True:
         writer = _Writer(schema, shared, drops_integers)
-        new = writer.schema(schema, "#", is_alone=True)
+        new = writer.schema(schema, "#", is_alone=may_close)
         if writer.shared <= shared:
             return new, writer.left_out
         shared = shared | writer.shared

@@ -290,8 +290,6 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the text of a value for a message. Long texts are cut."""
-    if value is None:
-        return "null"
-    text = str(value)
+    """Return a value for a message: a text as it is, any other value as JSON. Long texts are cut."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else f"{text[:39]}\u2026"

@@ -109,7 +109,7 @@ def of_response_format(
         return None
     kind = given.get("type")
     if kind == "json_object":
-        at = f"{where}.schema"
+        at = f"{where}.schema" if given.get("schema") else where
         return OutputFormat("schema", need(given.get("schema") or _ANY_OBJECT, dict, at), at)
     if kind == "json_schema":
         at, inner = (where, given) if is_flat else (f"{where}.json_schema", given.get("json_schema"))

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtool.llama.loaded.model import Model
+from kvtool.serve import queue
 from kvtool.serve.api import anthropic, requests, responses
 from kvtool.serve.api.anthropic import AnthropicBodies
 from kvtool.serve.api.completions import AnswerBodies, Body, CompletionBodies
@@ -34,7 +35,7 @@ from kvtool.serve.http.gate import Limits
 from kvtool.serve.http.metrics import Counts
 from kvtool.serve.pool import SlotPool
 from kvtool.serve.queue import Job, JobQueue, stopped
-from kvtool.serve.slot import text_of
+from kvtool.serve.slot import Slot, text_of
 
 _T = TypeVar("_T")
 
@@ -224,8 +225,9 @@ def _chat_request(site: Site, http: HttpRequest, given: GivenChat) -> ChatReques
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnswerBodies) -> Response:
     job = http.state.job = Job(request, gate.client(http))
-    site.jobs.put(job)
+    site.jobs.put(job, is_prepared=False)
     try:
+        _start(site, _prepare, site, _ready(site).slots[0], job)
         if request.stream:
             # wait for the first event: if it is an error, its status becomes the HTTP status
             skipped = () if request.with_progress else ("reading",)
@@ -237,6 +239,15 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: Answe
     except BaseException:
         job.cancel()
         raise
+
+
+def _prepare(site: Site, slot: Slot, job: Job) -> None:
+    """Render and tokenize the prompt of a waiting job. If this fails, the job ends with the error."""
+    if not job.is_cancelled:
+        queue.answer(job, slot.prepare)
+    if job.prompt is None:
+        job.cancel()
+    site.jobs.prepared(job)
 
 
 async def _next_event(job: Job, skipped: tuple[str, ...]) -> Event | None:
@@ -434,14 +445,18 @@ def _loading() -> ApiError:
 async def _in_thread(site: Site, http: HttpRequest, function: Callable[..., _T], *values: Any) -> _T:
     """Return the result of a function that uses the model. It may never run if the client leaves."""
     try:
-        result = asyncio.get_running_loop().run_in_executor(site.threads, function, *values)
-    except RuntimeError:
-        # the threads take no more work, because the server stops
-        raise stopped() from None
-    try:
-        return await _unless_gone(http, result)
+        return await _unless_gone(http, _start(site, function, *values))
     except asyncio.CancelledError:
         # the server has cancelled work that has not begun
+        raise stopped() from None
+
+
+def _start(site: Site, function: Callable[..., _T], *values: Any) -> asyncio.Future[_T]:
+    """Call a function in one of the threads that use the model. Return its future result."""
+    try:
+        return asyncio.get_running_loop().run_in_executor(site.threads, function, *values)
+    except RuntimeError:
+        # the threads take no more work, because the server stops
         raise stopped() from None
 
 

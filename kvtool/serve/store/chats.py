@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -28,7 +28,7 @@ from kvtool.chats.conversation import Conversation
 from kvtool.chats.undo import TurnEnd
 from kvtool.errors import SessionError
 from kvtool.serve.api.messages import Message
-from kvtool.system.files import LOCK, is_locked, locked, spare_folder
+from kvtool.system.files import LOCK, free_disk_bytes, is_locked, locked, spare_folder
 
 SUFFIX = ".kv"
 """The name of a chat's file ends with this."""
@@ -80,26 +80,40 @@ class ChatStore:
     Parameters
     ----------
     max_bytes
-        Maximum number of bytes of all chats. `add` deletes chats if there are more: see `_shrink`.
+        Maximum number of bytes of all chats. `add` deletes chats if there are more, or if the disk is full:
+        see `_least_needed`.
     fixed
         Values that a session must have to be continued, for example the model's digest.
+    log
+        Called with a line about each damaged chat that is deleted. None if there is no log.
 
     Attributes
     ----------
     others
         Chats of servers with other values of `fixed`.
     n_unusable
-        Number of files that have no chat of a server, for example because they are damaged. They are never
-        changed or deleted.
+        Number of damaged files and of archives without a chat. They are never changed or deleted.
+    n_foreign
+        Number of chats that `kvtool chat` has saved. They are never changed or deleted.
+    in_use
+        Functions that return the chats that a slot uses. A full disk does not let `add` delete these chats.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, fixed: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        fixed: dict[str, Any],
+        log: Callable[[str], None] | None = None,
+    ) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
         self.fixed = fixed
         self.chats: list[StoredChat] = []
         self.others: list[StoredChat] = []
-        self.n_unusable = 0
+        self.n_unusable = self.n_foreign = 0
+        self.in_use: list[Callable[[], set[StoredChat]]] = []
+        self._log = log
         try:
             folder.mkdir(parents=True, exist_ok=True)
             names = sorted(os.listdir(folder))
@@ -135,6 +149,8 @@ class ChatStore:
                 meta, arrays = session.load(file, chat.path.name, chat.path)
         except (SessionError, FileNotFoundError) as error:
             self.drop(chat)
+            if self._log:
+                self._log(f"{chat.path} is damaged or missing: this stored chat was deleted")
             raise SessionError(str(error)) from None
         except OSError as error:
             # do not delete the chat, because a later try may succeed, for example if too many files were open
@@ -153,7 +169,8 @@ class ChatStore:
     ) -> StoredChat:
         """Store a chat. When this returns, the chat is on the disk.
 
-        Raises SessionError if the chat cannot be written. The stored chats are then unchanged.
+        If the disk is full, delete other chats that no slot uses, one by one, until the chat can be written.
+        Raises SessionError if the chat cannot be written. Its earlier version is then unchanged.
 
         before: the stored chat that this chat continues, or None. The new chat replaces it, unless `before`
         has only a system prompt or is no longer stored.
@@ -166,11 +183,9 @@ class ChatStore:
         try:
             places = [each.n_past for each in conversation.writer.engine.checkpoints.to_save()]
             meta = {**meta, "digest": digest.hex(), "marks": turn_ends, "checkpoints": places}
-            listed = conversation.save_to(path, archive, meta)
-            n_bytes = session.size(path)
+            used = {replaced, *chain.from_iterable(chats() for chats in self.in_use)}
+            listed, n_bytes = self._save(conversation, path, archive, meta, self._least_needed(used))
             is_written = True
-        except OSError as error:
-            raise session.cannot("write", path, error) from None
         finally:
             if not (is_written or replaced):
                 _delete(path, archive)
@@ -188,6 +203,40 @@ class ChatStore:
         self._shrink(keep=chat)
         return chat
 
+    def _save(
+        self,
+        conversation: Conversation,
+        path: Path,
+        archive: archive_file.ArchiveFile,
+        meta: session.Meta,
+        others: Iterator[StoredChat],
+    ) -> tuple[archive_file.Listing, int]:
+        """Write a chat's files. Return the listing of its archive, and the size of the files in bytes.
+
+        others: chats that may be deleted if the disk is full. Raises SessionError.
+        """
+        while True:
+            try:
+                return conversation.save_to(path, archive, meta), session.size(path)
+            except OSError as error:
+                failure = session.cannot("write", path, error)
+            except SessionError as error:
+                failure = error
+            if not (isinstance(failure, session.DiskFull) and self._frees_space(others)):
+                raise failure
+
+    def _frees_space(self, others: Iterator[StoredChat]) -> bool:
+        """Delete the next of these chats. Return True if there is then more space on the disk.
+
+        Deleting files frees no space if, for example, a snapshot of the file system still has them.
+        """
+        with suppress(OSError, StopIteration):
+            chat = next(others)
+            before = free_disk_bytes(chat.path)
+            self.drop(chat)
+            return free_disk_bytes(chat.path) > before
+        return False
+
     def drop(self, chat: StoredChat) -> None:
         """Delete a chat if it is still stored."""
         for stored in (self.chats, self.others):
@@ -201,22 +250,20 @@ class ChatStore:
             chat.archive_file.close()
 
     def _shrink(self, keep: StoredChat) -> None:
-        """Delete the least recently used chats until all files together have at most `max_bytes`.
+        """Delete chats until all files together have at most `max_bytes`."""
+        n_bytes, others = self.n_bytes, self._least_needed({keep})
+        while n_bytes > self.max_bytes and (chat := next(others, None)):
+            self.drop(chat)
+            n_bytes -= chat.n_bytes
 
-        Variants are deleted first: each repeated or edited request stores a variant of its chat, and many
-        variants of one chat should not displace other chats.
+    def _least_needed(self, kept: Collection[StoredChat | None]) -> Iterator[StoredChat]:
+        """Yield the chats that are not in `kept`, the least recently used ones first.
+
+        Variants come before other chats: each repeated or edited request stores a variant of its chat, and
+        many variants of one chat should not displace other chats.
         """
-        if (n_bytes := self.n_bytes) <= self.max_bytes:
-            return
         stored = sorted([*self.chats, *self.others], key=lambda each: each.used)
-        dropped = {keep}
-        for chat in chain(_variants(stored), stored):
-            if chat not in dropped:
-                self.drop(chat)
-                dropped.add(chat)
-                n_bytes -= chat.n_bytes
-                if n_bytes <= self.max_bytes:
-                    return
+        yield from (chat for chat in dict.fromkeys(chain(_variants(stored), stored)) if chat not in kept)
 
     def _read(self, names: list[str]) -> None:
         """Read the chats that earlier servers have stored in the folder."""
@@ -253,13 +300,15 @@ class ChatStore:
                 del numbered[-1]
         try:
             meta = session.read_meta(path)
+            if "digest" not in meta:
+                self.n_foreign += 1
+                return
             digest, n_bytes, used_at = bytes.fromhex(meta["digest"]), session.size(path), path.stat().st_mtime
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
             turn_ends, places = _turn_ends_in(meta), meta.get("checkpoints", [])
             is_system_only = _is_system_only(meta["messages"])
             stored = self.chats if meta["fixed"] == self.fixed else self.others
         except (SessionError, OSError, LookupError, ValueError, TypeError):
-            # the session is damaged, or `kvtool chat` has saved it
             self.n_unusable += 1 + len(numbered)
             return
         used = time.monotonic() - max(time.time() - used_at, 0)

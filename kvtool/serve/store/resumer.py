@@ -125,6 +125,7 @@ class Resumer:
         self._n_system = 0
         self.n_cached = 0
         self.unsaved: str | None = None
+        chats.in_use.append(lambda: {chat for chat in (self._current, self._continued) if chat})
 
     def forget_chat(self) -> None:
         """Forget which chat the engine holds. Call this before another text uses the engine."""
@@ -134,6 +135,20 @@ class Resumer:
         if rendering is not self.rendering:
             self.rendering = rendering
             self.conversation.use_template(rendering.template, rendering.header)
+
+    def prepare(
+        self, rendering: Rendering, messages: list[Message], tools: list[Any], history: History
+    ) -> None:
+        """Tokenize the part of a chat that `begin` will probably ask for. Any thread may call this.
+
+        This part follows the last reply that a stored chat also has. If other chats are stored by the time of
+        `begin`, it may ask for another part, which is then tokenized.
+        """
+        known = {digest.hex() for digest in history.digests}
+        ends = (end for chat in [*self.chats.chats] for end in chat.turn_ends if end.digest in known)
+        if n_message := max((end.n_message for end in ends), default=0):
+            with suppress(ModelError):
+                rendering.following(messages, n_message, tools)
 
     def n_shared(self, messages: list[Message], tools: list[Any]) -> int:
         """Return how many tokens at the start of a chat need not be read, because the engine has them."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from kvtool.chats.stops import n_begun
 from kvtool.serve.tools import formats
+from kvtool.serve.tools.fitting import fits
 from kvtool.serve.tools.formats import Format
 from kvtool.serve.tools.values import (
     NoCall,
@@ -48,8 +49,9 @@ class Parser:
     The text is the reply without its calls. If there are no calls, the joined texts are equal to the reply. A
     call includes its tags and the white space around it.
 
-    A call counts as text if it is malformed or incomplete, or if its tool is unknown. The search for calls
-    then continues after the opening tag. If one call of a list counts as text, the whole list does.
+    A call counts as text if it is malformed or incomplete, if its tool is unknown, or if its arguments do not
+    fit the tool's schema. The search for calls then continues after the opening tag. If one call of a list
+    counts as text, the whole list does.
 
     Each parser also accepts Hermes's tags, because a grammar may force a model to write them. If the calls of
     a format are JSON objects, models often write other tags or no tags. For such formats, the parser also
@@ -65,7 +67,8 @@ class Parser:
         The result of `check_tools`.
     rules
         "call" if a grammar forces the model to write a call. "or" if a grammar allows a call or an answer. ""
-        if there is no grammar. With a grammar, an incomplete call is left out instead of counting as text.
+        if there is no grammar for calls. With such a grammar, all arguments fit, and an incomplete call is
+        left out instead of counting as text.
 
     Attributes
     ----------
@@ -193,7 +196,14 @@ class Parser:
         self._space, self._tag = text[:at], tag
         # skip the tag, but not a brace or bracket, because it is part of the call
         self._source = _GrowingText(text[at:], 0 if tag in ("{", "[") else len(tag), self._one_call)
-        self._reading = reader(self._source, self._tools)
+        self._reading = self._fitting(reader(self._source, self._tools))
+
+    def _fitting(self, reading: _Read) -> _Read:
+        """Return the calls that a reader reads. Raises NoCall if a call does not fit its tool's schema."""
+        calls = yield from reading
+        if not (self._rules or all(fits(arguments, self._tools[name]) for name, arguments in calls)):
+            raise NoCall
+        return calls
 
     def _numbered(self, calls: Calls) -> Iterator[TextOrCall]:
         for name, arguments in calls:
