@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvtool.llama.cache.context import Context
+from tests import fork_server
 from tests.blocking_policy import TIMEOUT_S
 
 
@@ -49,3 +52,19 @@ def compiled(tmp_path_factory):
         return library
 
     return compile_library
+
+
+@pytest.fixture
+def run_preloaded(compiled):
+    """run_preloaded(module, *arguments) runs a module with failing_new.cpp preloaded. Returns its JSON."""
+
+    def run(module, *arguments):
+        done = fork_server.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=fork_server.ROOT,
+            env=os.environ | {"LD_PRELOAD": str(compiled("failing_new"))},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return run

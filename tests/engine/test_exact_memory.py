@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from kvtool.errors import OutOfMemory
 from kvtool.llama.libllama.workers import add_rpc
-from tests import fork_server
 from tests.engine import rpc_server
 from tests.engine.exact_engines import LOGIT_TOLERANCE, fit_recall, open_engine, random_tokens
 
@@ -57,17 +56,10 @@ def client(path, endpoint=""):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded in another way")
 @pytest.mark.parametrize("device", ["host", "worker"])
-def test_failed_copies_leave_no_trace_of_a_chunk(tiny_model, compiled, device):
+def test_failed_copies_leave_no_trace_of_a_chunk(tiny_model, run_preloaded, device):
     path = str(tiny_model(n_head_kv=2, n_ctx_train=2048))
-    preloaded = os.environ | {"LD_PRELOAD": str(compiled("failing_new"))}
-    command = [sys.executable, "-m", "tests.engine.test_exact_memory", path]
-    if device == "host":
-        done = fork_server.run(command, cwd=fork_server.ROOT, env=preloaded)
-    else:
-        with rpc_server.running() as endpoint:
-            done = fork_server.run([*command, endpoint], cwd=fork_server.ROOT, env=preloaded)
-    assert done.returncode == 0, done.stderr[-3000:]
-    n_failed, error = json.loads(done.stdout)
+    with nullcontext() if device == "host" else rpc_server.running() as endpoint:
+        n_failed, error = run_preloaded("tests.engine.test_exact_memory", path, *filter(None, [endpoint]))
     assert n_failed > 10
     assert error < LOGIT_TOLERANCE
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 from contextlib import ExitStack, closing
 
@@ -22,7 +21,6 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError
 from kvtool.llama.cache.joint import JointContext, Part
 from kvtool.llama.loaded.model import Model
-from tests import fork_server
 from tests.engine.exact_engines import LOGIT_TOLERANCE, random_tokens
 
 N_READ, N_MAX = 20, 350
@@ -63,14 +61,8 @@ def client(path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded in another way")
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
-def test_failed_allocations_leave_no_trace_of_a_joint_step(tiny_model, compiled, arch):
-    done = fork_server.run(
-        [sys.executable, "-m", "tests.engine.test_joint_memory", str(tiny_model(arch=arch))],
-        cwd=fork_server.ROOT,
-        env=os.environ | {"LD_PRELOAD": str(compiled("failing_new"))},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    n_failed, errors = json.loads(done.stdout)
+def test_failed_allocations_leave_no_trace_of_a_joint_step(tiny_model, run_preloaded, arch):
+    n_failed, errors = run_preloaded("tests.engine.test_joint_memory", str(tiny_model(arch=arch)))
     assert n_failed > 100
     assert errors < LOGIT_TOLERANCE
 

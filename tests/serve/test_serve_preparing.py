@@ -47,16 +47,19 @@ def bodies(text):
     yield "/v1/completions", {"prompt": text, "max_tokens": 3}
 
 
+def client_of(server):
+    """Return a client whose requests need no network."""
+    transport = httpx.ASGITransport(server._app)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+
+
 @pytest.mark.parametrize("n", [0, 1], ids=["a chat", "a text"])
 def test_other_requests_are_answered_while_a_prompt_is_tokenized(server, blocked, n):
     reached, goes_on = blocked
     (path, long), (_, short) = [[*bodies(text)][n] for text in (LONG, "Hi.")]
 
     async def both():
-        transport = httpx.ASGITransport(server._app)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", timeout=None
-        ) as client:
+        async with client_of(server) as client:
             first = asyncio.ensure_future(client.post(path, json=long))
             await asyncio.to_thread(reached.wait, TIMEOUT_S)
             for _ in range(3):
@@ -81,10 +84,7 @@ def test_request_whose_client_leaves_while_its_prompt_is_tokenized_never_gets_a_
 
     async def leaves():
         (path, body), _ = bodies(LONG)
-        transport = httpx.ASGITransport(server._app)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", timeout=None
-        ) as client:
+        async with client_of(server) as client:
             request = asyncio.ensure_future(client.post(path, json=body))
             await asyncio.to_thread(reached.wait, TIMEOUT_S)
             request.cancel()
