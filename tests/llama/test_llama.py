@@ -14,7 +14,7 @@ from kvtool.llama.cache import decoder
 from kvtool.llama.cache.context import Context
 from kvtool.llama.libllama import library, log
 from kvtool.llama.libllama.devices import has_gpu, library_info
-from kvtool.llama.libllama.library import ABI, api, check_library
+from kvtool.llama.libllama.library import ABI, ENDS, api, check_library
 from kvtool.llama.loaded import model as llama_model
 from kvtool.llama.loaded.model import Model
 from kvtool.policy import Merge, Signal, SignalRequest
@@ -993,6 +993,17 @@ def test_invalid_cell_counts_of_ragged_rows_are_refused(tiny_model, n_keep, n_ke
 def test_cell_counts_per_row_are_refused_without_ragged_rows(filled_context):
     with assert_refused(filled_context):
         filled_context.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
+
+
+def test_properties_of_all_tokens_are_those_of_each_token(smol, tiny_model):
+    for path in (smol, tiny_model()):
+        with closing(Model(path, vocab_only=True)) as model:
+            every = range(model.n_vocab)
+            assert model.pieces() == [model.piece(token, special=True) for token in every]
+            assert model.ends == tuple(filter(model.ends_turn, every)) != ()
+            attrs = [api.llama_vocab_get_attr(model.vocab, token) for token in every]
+            assert (model.token_attrs & ~ENDS).tolist() == attrs
+            assert len(set(attrs)) > 1
 
 
 @pytest.mark.parametrize("token", [-1, 320, 10**6])

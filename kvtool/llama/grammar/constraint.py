@@ -13,7 +13,6 @@ import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.grammar.rules import Rules
-from kvtool.llama.libllama.library import api
 from kvtool.llama.loaded.markers import CONTROL
 
 if TYPE_CHECKING:
@@ -48,9 +47,8 @@ class Vocabulary:
 
     def __init__(self, model: Model) -> None:
         self.n = model.n_vocab
-        self.pieces = [model.piece(token, special=True) for token in range(self.n)]
-        attrs = [api.llama_vocab_get_attr(model.vocab, token) for token in range(self.n)]
-        self.control = frozenset(token for token, attr in enumerate(attrs) if attr & CONTROL)
+        self.pieces = model.pieces()
+        self.control = frozenset(np.flatnonzero(model.token_attrs & CONTROL).tolist())
         self.ends = model.ends
         # a weak reference: `_vocabularies` must not keep the model alive
         self._model = weakref.ref(model)

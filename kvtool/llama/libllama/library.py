@@ -15,7 +15,7 @@ from kvtool.llama.libllama.bindings import lib as lib
 from kvtool.llama.libllama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 27
+ABI = 28
 """Version of the patch's C API that this kvtool needs."""
 
 _NO_ROOM = -2
@@ -51,6 +51,9 @@ class ModelLayer(ctypes.Structure):
     ]
 
 
+ENDS = 1 << 30
+"""Bit of a token's attributes: LLAMA_KVTOOL_TOKEN_ENDS."""
+
 TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4")])
 
 
@@ -63,6 +66,8 @@ def _bind_all() -> None:
         return
     bind("llama_kvtool_error", ctypes.c_char_p)
     bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
+    bind("llama_kvtool_token_attrs", i32, pointer, pointer)
+    bind("llama_kvtool_pieces", i64, pointer, pointer, i64, pointer)
     bind("llama_kvtool_layers", i32, pointer, pointer, i32)
     bind("llama_kvtool_most_cells", i32, pointer)
     bind("llama_kvtool_has_alibi", ctypes.c_bool, pointer)

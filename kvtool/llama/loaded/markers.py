@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import repeat
 from typing import Any
+
+import numpy as np
 
 from kvtool.llama.libllama.library import api
 
@@ -40,12 +41,13 @@ class Markers:
         )
 
     @classmethod
-    def of(cls, vocab: Any, n: int) -> Markers:
-        """Return the markers of llama.cpp's vocabulary of n tokens."""
-        all_attrs = map(api.llama_vocab_get_attr, repeat(vocab, n), range(n))
-        special = {token: attr for token, attr in enumerate(all_attrs) if attr & (CONTROL | _DEFINED)}
-        texts = [api.llama_vocab_get_text(vocab, token).decode("utf-8", "replace") for token in special]
-        attrs = {text: attr for text, attr in zip(texts, special.values(), strict=True) if text[1:]}
+    def of(cls, vocab: Any, token_attrs: np.ndarray) -> Markers:
+        """Return the markers of llama.cpp's vocabulary. token_attrs: attributes i32[token]."""
+        attrs = {
+            text: int(token_attrs[token])
+            for token in np.flatnonzero(token_attrs & (CONTROL | _DEFINED)).tolist()
+            if (text := api.llama_vocab_get_text(vocab, token).decode("utf-8", "replace"))[1:]
+        }
         markers = {text: attr for text, attr in attrs.items() if attr & CONTROL or _MARKER.fullmatch(text)}
         return cls(markers, {text: attr for text, attr in attrs.items() if _TAG.fullmatch(text)})
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from kvtool.errors import InputError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.libllama.crash import crash_means, damaged
 from kvtool.llama.libllama.devices import has_gpu, local_gpus
-from kvtool.llama.libllama.library import ModelLayer, api, check_library, error_text, lib
+from kvtool.llama.libllama.library import ENDS, ModelLayer, api, check_library, error_text, lib
 from kvtool.llama.libllama.log import because, log_tail, no_memory, quiet, start_backends
 from kvtool.llama.loaded.adapters import Adapter, Adapters
 from kvtool.llama.loaded.markers import Markers
@@ -32,6 +33,8 @@ class Model:
 
     Parameters
     ----------
+    info
+        The model's header. Default: it is read when it is first needed.
     n_gpu_layers
         Number of layers on a GPU. Default: all.
     placement
@@ -63,6 +66,7 @@ class Model:
         self,
         path: Path | str,
         *,
+        info: ModelInfo | None = None,
         n_gpu_layers: int | None = None,
         placement: Placement | None = None,
         adapters: tuple[Adapter, ...] = (),
@@ -84,6 +88,7 @@ class Model:
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
+        self._given_info = info
         self.adapters = adapters
         self._n_gpu_layers = n_gpu_layers
         self._placement = placement or Placement()
@@ -93,7 +98,7 @@ class Model:
             params.devices = ctypes.addressof(devices)
             self._placed.append(devices)
         for adapter in adapters:
-            adapter.check(self.path.name, self._info.architecture)
+            adapter.check(self.path.name, self.info.architecture)
         self._model = None
         with crash_means(damaged(path)):
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
@@ -128,7 +133,7 @@ class Model:
         n = self._n_gpu_layers
         # n must exceed n_layer, because llama.cpp counts the output as one more layer. n_layer includes MTP
         # layers, because llama.cpp counts them even if it does not load them
-        return self.uses_gpu and (n is None or n < 0 or n > self._info.weights.n_layer)
+        return self.uses_gpu and (n is None or n < 0 or n > self.info.weights.n_layer)
 
     @property
     def has_mtp(self) -> bool:
@@ -152,8 +157,9 @@ class Model:
         return self._vocab
 
     @cached_property
-    def _info(self) -> ModelInfo:
-        return read(self.path)
+    def info(self) -> ModelInfo:
+        """The model's header."""
+        return self._given_info or read(self.path)
 
     @cached_property
     def layers(self) -> Layers:
@@ -162,7 +168,7 @@ class Model:
         Raises ModelError for a model that cannot be used.
         """
         self._check_open()
-        plain = replace(self._info.plain_layers, rope=self._rope)
+        plain = replace(self.info.plain_layers, rope=self._rope)
         if plain.only_full:
             return plain
         n_swa: int = api.llama_model_n_swa(self._model)
@@ -185,7 +191,7 @@ class Model:
             # a window of 0 tokens usually means that no layer slides. But this model has sliding layers, and
             # such a window would mask every token
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
-        n_head = self._info.n_head
+        n_head = self.info.n_head
         rows = [layer for layer in all_layers if layer.kind is Kind.ROWS]
         n_group = max((n_head[layer.number] // layer.n_head_kv for layer in rows), default=1)
         n_swa = n_swa if slides else 0
@@ -194,7 +200,7 @@ class Model:
     @cached_property
     def groups(self) -> list[tuple[Layer, int]]:
         """Layers of kind `ROWS`, each with its number of query heads per KV head."""
-        n_head = self._info.n_head
+        n_head = self.info.n_head
         return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]
 
     @property
@@ -204,7 +210,14 @@ class Model:
     @cached_property
     def markers(self) -> Markers:
         """Markers that `tokenize` converts if `special` is set."""
-        return Markers.of(self.vocab, self.n_vocab)
+        return Markers.of(self.vocab, self.token_attrs)
+
+    @cached_property
+    def token_attrs(self) -> np.ndarray:
+        """Attributes i32[n_vocab] of all tokens: bits of llama.cpp's llama_token_attr, and the bit ENDS."""
+        attrs = np.empty(self.n_vocab, np.int32)
+        lib.llama_kvtool_token_attrs(self.vocab, attrs.ctypes.data)
+        return attrs
 
     def close(self) -> None:
         """Free the model. A second call does nothing."""
@@ -254,6 +267,15 @@ class Model:
                 return buffer.raw[:n]
             room = -n
 
+    def pieces(self) -> list[bytes]:
+        """Return the bytes of all tokens. For a control token, these are the bytes of its name."""
+        ends = np.empty(self.n_vocab, np.int64)
+        n_bytes = lib.llama_kvtool_pieces(self.vocab, None, 0, ends.ctypes.data)
+        buffer = np.empty(n_bytes, np.uint8)
+        lib.llama_kvtool_pieces(self.vocab, buffer.ctypes.data, n_bytes, ends.ctypes.data)
+        data = buffer.tobytes()
+        return [data[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
+
     def marker(self, token: int) -> str:
         """Return the text of a special token, or "" if the token is negative."""
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
@@ -266,7 +288,7 @@ class Model:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """The model's end-of-generation tokens."""
-        return tuple(filter(self.ends_turn, range(self.n_vocab)))
+        return tuple(np.flatnonzero(self.token_attrs & ENDS).tolist())
 
     def chat_template(self) -> str | None:
         """Return the Jinja template in the model's header, or None."""

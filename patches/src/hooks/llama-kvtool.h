@@ -24,7 +24,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 27
+#define LLAMA_KVTOOL_ABI 28
 
 // returned if the archive has no memory or disk space for a call; the caller may try again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -169,6 +169,17 @@ LLAMA_API int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_d
 
 // name of llama.cpp's ith architecture; null if there are no more
 LLAMA_API const char * llama_kvtool_arch(int32_t i);
+
+// bit of a token's attributes: the token ends a generation
+#define LLAMA_KVTOOL_TOKEN_ENDS (1 << 30)
+
+// Write the attributes of all tokens of a vocabulary: bits of llama_token_attr, and LLAMA_KVTOOL_TOKEN_ENDS
+LLAMA_API int32_t llama_kvtool_token_attrs(const struct llama_vocab * vocab, int32_t * attrs);
+
+// Write the bytes of all tokens of a vocabulary one after another, if they fit into out[n_out], and where each token ends.
+// For a control token, these are the bytes of its name. Returns the number of bytes of all tokens, which may be more
+// than n_out
+LLAMA_API int64_t llama_kvtool_pieces(const struct llama_vocab * vocab, char * out, int64_t n_out, int64_t * ends);
 
 // memory that a layer of a model keeps
 enum llama_kvtool_layer_kind {
