@@ -16,25 +16,35 @@ _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
 
 def devices() -> list[dict[str, Any]]:
     """Return ggml's devices: name, description, type, and memory_total and memory_free in bytes."""
-    start_backends()
     listed = []
-    for i in range(lib.ggml_backend_dev_count()):
-        device = lib.ggml_backend_dev_get(i)
-        free, total = memory_of(device)
-        kind = lib.ggml_backend_dev_type(device)
-        if kind == _DEVICE_TYPES.index("cpu"):
+    for device in _all_devices():
+        free, total = memory_of(_pointer(device))
+        if device["type"] == "cpu":
             # for a CPU, ggml reports all memory of the machine as free
             free, total = min(free, free_bytes()), min(total, total_bytes())
+        listed.append(device | {"memory_total": total, "memory_free": free})
+    return listed
+
+
+def _all_devices() -> list[dict[str, Any]]:
+    """Return ggml's devices without their memory, which takes time to read: name, description, type."""
+    start_backends()
+    listed = []
+    for device in map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count())):
+        kind = lib.ggml_backend_dev_type(device)
         listed.append(
             {
                 "name": lib.ggml_backend_dev_name(device).decode(),
                 "description": lib.ggml_backend_dev_description(device).decode(),
                 "type": _DEVICE_TYPES[kind] if kind < len(_DEVICE_TYPES) else str(kind),
-                "memory_total": total,
-                "memory_free": free,
             }
         )
     return listed
+
+
+def _pointer(device: dict[str, Any]) -> int:
+    pointer: int = lib.ggml_backend_dev_by_name(device["name"].encode())
+    return pointer
 
 
 def buffers() -> dict[str, int]:
@@ -58,11 +68,11 @@ def has_gpu() -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the devices that get layers, in llama.cpp's order.
+    """Return the devices that get layers, in llama.cpp's order: name, description, type.
 
     The devices of workers come first, then the devices of this machine.
     """
-    available = devices()
+    available = _all_devices()
     discrete = [device for device in available if device["type"] == "gpu"]
     workers = [device for device in discrete if _is_worker(device)]
     local = [device for device in discrete if not _is_worker(device)]
@@ -73,10 +83,10 @@ def gpus() -> list[dict[str, Any]]:
 def local_gpus() -> Any:
     """Return pointers to this machine's GPUs, then null, as llama.cpp needs them; None without workers."""
     found = gpus()
-    local = [device["name"].encode() for device in found if not _is_worker(device)]
+    local = [device for device in found if not _is_worker(device)]
     if len(local) == len(found):
         return None
-    return (ctypes.c_void_p * (len(local) + 1))(*map(lib.ggml_backend_dev_by_name, local))
+    return (ctypes.c_void_p * (len(local) + 1))(*map(_pointer, local))
 
 
 def can_split_rows(name: str) -> bool:
@@ -95,7 +105,7 @@ def gpu_free_bytes(only: int | None = None) -> int:
     only: index in `gpus` of the only GPU to count; None to count all.
     """
     found = gpus() if only is None else gpus()[only : only + 1]
-    return 0 if any(map(_is_worker, found)) else sum(device["memory_free"] for device in found)
+    return 0 if any(map(_is_worker, found)) else sum(memory_of(_pointer(device))[0] for device in found)
 
 
 def library_info() -> dict[str, Any]:
