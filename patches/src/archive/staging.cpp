@@ -146,8 +146,6 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
         s.size_k = ggml_row_size(s.type, l.n_embd_k);
         s.size   = ggml_row_size(s.type, l.n_embd_v) + s.size_k;
 
-        s.is_converted = s.type != l.type_k || (layers[i].v && s.type != l.type_v);
-
         const auto rows = [&](int64_t n_embd, size_t offset) {
             ggml_tensor * t = ggml_new_tensor_2d(d.ctx.get(), s.type, n_embd, n_token*l.n_head);
 
@@ -302,8 +300,10 @@ void staging::copy_block(size_t thread, size_t layer, int64_t block) {
     const int64_t n = end - begin;
 
     // the block's tokens, head after head: `stride` bytes from one head to the next
-    const bool                 is_changed = s.is_converted || is_rotated(begin, end);
-    const std::vector<uint8_t> changed    = is_changed ? converted(layer, begin, end) : std::vector<uint8_t>();
+    const bool is_same_type = s.type == l.type_k && (l.n_embd_v == 0 || s.type == l.type_v);
+    const bool is_changed   = !is_same_type || is_rotated(begin, end);
+
+    const std::vector<uint8_t> changed = is_changed ? converted(layer, begin, end) : std::vector<uint8_t>();
 
     const uint8_t * const block_tokens = is_changed ? changed.data() : l.raw_key(0, begin);
     const size_t          block_stride = is_changed ? n*s.size : n_block*s.size;

@@ -130,8 +130,6 @@ private:
         size_t    size_k; // Bytes of a key on the device.
         size_t    size;   // Bytes of a key and a value on the device.
 
-        bool is_converted; // True if the archive has another format.
-
         std::vector<part> parts;
 
         // copies of the layer's cells on the host, in the format of the cache

@@ -122,10 +122,11 @@ static ggml_tensor * plain_attention(
 
     const auto & hparams = graph.hparams;
 
-    // not quantized: Vulkan may multiply quantized keys as if there were no other rows between those of two heads
-    const auto unquantized = [&](ggml_tensor * t) { return ggml_is_quantized(t->type) ? ggml_cast(ctx, t, GGML_TYPE_F32) : t; };
-
-    ggml_tensor * kq = ggml_mul_mat(ctx, unquantized(k), q);
+    // Vulkan may multiply quantized keys as if there were no other rows between those of two heads
+    if (ggml_is_quantized(k->type)) {
+        k = ggml_cast(ctx, k, GGML_TYPE_F32);
+    }
+    ggml_tensor * kq = ggml_mul_mat(ctx, k, q);
     ggml_prec_set_acc(kq, GGML_PREC_F32);
 
     if (hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK) {
