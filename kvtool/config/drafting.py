@@ -124,7 +124,7 @@ def opened(run: RunOptions, model: Model) -> Iterator[Drafts]:
         own = replace(own, split_mode="layer", tensor_split=None, main_gpu=0)
     with ExitStack() as stack:
         try:
-            draft_model = stack.enter_context(loaded_model(own, find_model(name).path))
+            draft_model = stack.enter_context(loaded_model(own, find_model(name)))
         except KvtoolError as error:
             error.args = (f"--draft {name}: {error}",)
             raise

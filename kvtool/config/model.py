@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import ALL_LAYERS, RunOptions
 from kvtool.errors import OutOfMemory
 from kvtool.llama.loaded.placement import Placement
 from kvtool.models import resolve
-from kvtool.models.header import ModelInfo, read
+from kvtool.models.header import ModelInfo
 from kvtool.models.weights import EXPERTS, PlacedWeights, place
 
 if TYPE_CHECKING:
@@ -38,16 +37,16 @@ def find_model(name: str | None) -> ModelInfo:
 
 
 @contextmanager
-def loaded_model(run: RunOptions, path: Path, **how: Any) -> Iterator[Model]:
+def loaded_model(run: RunOptions, info: ModelInfo, **how: Any) -> Iterator[Model]:
     """Load the model, and free it at the end. how: options of `opened_on_model`. Raises KvtoolError."""
-    with opened_on_model(run, path, lambda model: model, **how) as model:
+    with opened_on_model(run, info, lambda model: model, **how) as model:
         yield model
 
 
 @contextmanager
 def opened_on_model(
     run: RunOptions,
-    path: Path,
+    info: ModelInfo,
     open_on: Callable[[Model], T],
     *,
     guarded: bool = False,
@@ -82,7 +81,8 @@ def opened_on_model(
 
     def load(run: RunOptions) -> tuple[Model, T]:
         model = Model(
-            path,
+            info.path,
+            info=info,
             n_gpu_layers=None if run.gpu_layers == ALL_LAYERS else run.gpu_layers,
             placement=run.placement,
             adapters=run.adapters,
@@ -96,14 +96,14 @@ def opened_on_model(
             model.close()
             raise
 
-    for line in _unmatched(run, path):
+    for line in _unmatched(run, info):
         say(line)
-    placed, note = _fitted_to_gpu(run, path, n_cell, mtp=mtp)
+    placed, note = _fitted_to_gpu(run, info, n_cell, mtp=mtp)
     try:
         model, opened = load(placed)
     except OutOfMemory:
         # try again with less memory: a GPU had less than it reported, or buffers took more than _MARGIN
-        placed, note = _fitted_to_gpu(run, path, n_cell, _RETRY_SHARE, mtp=mtp)
+        placed, note = _fitted_to_gpu(run, info, n_cell, _RETRY_SHARE, mtp=mtp)
         if placed is run:
             raise
         model, opened = load(placed)
@@ -115,25 +115,24 @@ def opened_on_model(
         model.close()
 
 
-def _unmatched(run: RunOptions, path: Path) -> list[str]:
+def _unmatched(run: RunOptions, info: ModelInfo) -> list[str]:
     """Return a line for each option that should place tensors, but matches no tensor of the model."""
     if not run.placement.overrides:
         return []
-    weights = read(path).weights
     patterns = [pattern for pattern, _ in run.placement.overrides if not pattern.endswith(EXPERTS)]
     lines = [
         f"--override-tensor: no tensor of the model matches {pattern!r}"
         for pattern in patterns
-        if not any(re.search(pattern, name) for name in weights.names)
+        if not any(re.search(pattern, name) for name in info.weights.names)
     ]
-    if (run.cpu_moe or run.n_cpu_moe) and not any(weights.experts):
+    if (run.cpu_moe or run.n_cpu_moe) and not any(info.weights.experts):
         given = "--cpu-moe" if run.cpu_moe else f"--n-cpu-moe {run.n_cpu_moe}"
         lines.append(f"{given} does nothing: the model has no experts")
     return lines
 
 
 def _fitted_to_gpu(
-    run: RunOptions, path: Path, n_cell: int, share: float = 1.0, *, mtp: bool = False
+    run: RunOptions, info: ModelInfo, n_cell: int, share: float = 1.0, *, mtp: bool = False
 ) -> tuple[RunOptions, str]:
     """If not all weights fit on the GPU, set how many layers and experts are on the GPU.
 
@@ -148,7 +147,6 @@ def _fitted_to_gpu(
     is_open = run.gpu_layers is None and run.placement == Placement() and not run.workers
     if not is_open or not (free := int(gpu_free_bytes() * share)):
         return run, ""
-    info = read(path)
     placed = fitted_weights(info, n_cell, free, len(gpus()), run.type_k, run.type_v, mtp=mtp)
     n_layer, n_cpu_moe = placed.n_gpu_layers, placed.n_cpu_moe
     room = f"the GPU has room for {in_words(placed, info)}"

@@ -98,7 +98,7 @@ def open_run(
 
     with opened_on_model(
         run,
-        info.path,
+        info,
         open_on,
         guarded=guarded,
         mtp=uses_mtp(run, info),

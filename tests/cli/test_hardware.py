@@ -154,8 +154,9 @@ def fake_gpu(monkeypatch, path, n_layer, *, n_expert=0, n_cell=0):
     n_bytes = weights.output + sum(weights.dense[weights.n_layer - n_layer :])
     n_bytes += n_layer * (cache_bytes // weights.n_layer)
     n_bytes += sum(weights.experts[-n_expert:]) if n_expert else 0
-    device = {"name": "Fake0", "type": "gpu", "memory_free": config_model._MARGIN + n_bytes}
-    monkeypatch.setattr(devices, "gpus", lambda: [device])
+    monkeypatch.setattr(devices, "gpus", lambda: [{"name": "Fake0", "type": "gpu"}])
+    memory = config_model._MARGIN + n_bytes
+    monkeypatch.setattr(devices, "memory_of", lambda device: (memory, memory))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_gpu_gets_as_many_weights_as_fit(
 ):
     path = tiny_model("gpt_oss", n_layer=4)
     fake_gpu(monkeypatch, path, n_layer, n_expert=n_expert, n_cell=512)
-    run, note = config_model._fitted_to_gpu(WriteOptions(), path, 512)
+    run, note = config_model._fitted_to_gpu(WriteOptions(), read(path), 512)
     assert (run.gpu_layers, run.n_cpu_moe, run.cpu_moe) == (gpu_layers, n_cpu_moe, cpu_moe)
     assert bool(note) == bool(line)
     assert line in note
@@ -252,7 +253,7 @@ def test_a_gpu_without_memory_for_the_cache_gets_fewer_layers(default_talker, mo
 def test_placement_chosen_by_the_user_is_not_changed(talker, monkeypatch, options):
     fake_gpu(monkeypatch, talker, 1)
     run = WriteOptions(**options)
-    assert config_model._fitted_to_gpu(run, talker, 512) == (run, "")
+    assert config_model._fitted_to_gpu(run, read(talker), 512) == (run, "")
 
 
 def test_command_says_how_many_layers_are_in_host_memory(default_talker, monkeypatch):

@@ -95,7 +95,7 @@ def client(path, path_mtp, *endpoints):
         overrides = tuple(each.replace("GPU", first) for each in options.get("override_tensor", ()))
         run = RunOptions(**(options | {"override_tensor": overrides}))
         if is_limited:
-            run, line = config_model._fitted_to_gpu(run, Path(file), N_CELL, mtp=mtp)
+            run, line = config_model._fitted_to_gpu(run, read(Path(file)), N_CELL, mtp=mtp)
             sys.stderr.write(line)
         exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 32}
         try:

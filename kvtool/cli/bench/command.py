@@ -95,12 +95,11 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
     from kvtool.measure import bench as measure
 
     run, info, _ = locate_model(run)
-    path = info.path
 
     from kvtool.measure.machine import machine
 
     run = run.changed(threads=run.threads or default_threads())
-    with loaded_model(run, path, guarded=True, say=say) as model, output.stopped_by_signals():
+    with loaded_model(run, info, guarded=True, say=say) as model, output.stopped_by_signals():
         fitted = _fitted(run, info, model.layers)
         has_device = measure.device_free() is not None and run.gpu_layers != 0
         # read all rows in batches that fit into the budget, so that their speeds can be compared
@@ -109,7 +108,7 @@ def bench(*, args: _BenchOptions, run: _BenchRun, as_json: JsonLines = False) ->
         rows = [measure.sized(config, depth, n_batch) for depth in depths for config in configs]
         settings = settings_of(archive.with_type(run, info), model.n_ctx_train, n_batch, 1)
         benchmark = measure.Bench(model, settings, rows, rounds=args.rounds, row_s=args.seconds)
-        about = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
+        about = {"model": info.path.stem, "machine": machine() | {"threads": run.threads}}
         n_round = len(rows) * args.rounds
         with tokens_progress("bench", n_round) as step, stopping(benchmark):
             for n_done, row in enumerate(benchmark.measure()):

@@ -178,7 +178,7 @@ def compare(
     full = None if why_not else of_runs.full_run(common, info.n_ctx_train, layers)
     try:
         with output.stopped_by_signals():
-            has_full = _run(results, full, info.path, tokens, path)
+            has_full = _run(results, full, info, tokens, path)
     except records.NotStored:
         # a full disk does not lose the finished results
         _show(results, info, args.plot, as_json=as_json)
@@ -236,15 +236,14 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
 
 
 def _run(
-    results: ComparisonResults, full: Run | None, file: Path, tokens: np.ndarray, path: Path | None
+    results: ComparisonResults, full: Run | None, info: ModelInfo, tokens: np.ndarray, path: Path | None
 ) -> bool:
     """Do the runs that have no result yet. When a run ends, add its record to `results` and to the file.
 
     Returns False if the run of `full` failed that writes the reference for the others. Raises output.Stopped
     after Ctrl-C, and NotStored if a record cannot be appended to the file.
 
-    full: run with the full f16 cache, or None if its predictions are not used. file: file of the model.
-    path: file of the records.
+    full: run with the full f16 cache, or None if its predictions are not used. path: file of the records.
     """
     from kvtool.config.model import loaded_model
     from kvtool.measure import grid, records
@@ -293,7 +292,7 @@ def _run(
 
     with ExitStack() as stack:
         n_cell = max(_n_cell(run, common.n_ctx) for run in (*missing, first) if run)
-        model = stack.enter_context(loaded_model(common.options, file, n_cell=n_cell, say=say))
+        model = stack.enter_context(loaded_model(common.options, info, n_cell=n_cell, say=say))
         if first and reference:
             folder = folder_with_room(reference, common.n_tokens, model.n_vocab)
             if folder != reference.parent:

@@ -170,7 +170,7 @@ def evaluate(
     as_chat = chosen.chat if args.chat is None else args.chat
     placed_notes: list[str] = []
     with (
-        loaded_model(run, info.path, guarded=True, say=placed_notes.append) as model,
+        loaded_model(run, info, guarded=True, say=placed_notes.append) as model,
         ExitStack() as stack,
     ):
         run, note = replace_recall(run, spec.kind, model.layers)

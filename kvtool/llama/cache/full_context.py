@@ -9,7 +9,6 @@ import numpy as np
 from kvtool.llama.cache.context import Context
 from kvtool.llama.cache.decoder import Decoder
 from kvtool.llama.loaded.model import Model
-from kvtool.models.header import read
 
 _TABLE_BYTES = 8
 """Bytes of a cell in the table before the saved cells. The table is not read: old sessions have one."""
@@ -28,7 +27,7 @@ class FullContext(Decoder):
         self._cell_bytes = model.layers.cell_bytes(how.get("type_k", "f16"), how.get("type_v", "f16"))
         self.cache_bytes = self.n_ctx * self._cell_bytes
         self.row_layers = np.zeros(1, np.int32)
-        self.n_head = np.full(1, sum(read(model.path).n_head), np.int32)
+        self.n_head = np.full(1, sum(model.info.n_head), np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell
 
