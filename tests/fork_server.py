@@ -29,6 +29,9 @@ from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
+from typer.main import get_command
+
+from kvtool import cli
 from tests.blocking_policy import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,6 +222,8 @@ def _main(number):
     at_start = dict(os.environ)
     for name in IMPORTED:
         import_module(name)
+    # build all commands, and keep them
+    list(import_module("kvtool.cli.settings").all_commands(get_command(cli.app)))
     imported = {name: value for name, value in os.environ.items() if at_start.get(name) != value}
     gc.collect()
     gc.freeze()

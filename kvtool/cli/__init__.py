@@ -8,6 +8,7 @@ import sys
 from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -32,15 +33,21 @@ class _Commands(UserDict[str, Any]):
     """
 
     def __getitem__(self, name: str) -> Any:
-        sentence, module = self.data[name], import_module(module_of(name))
-        if name in GROUPS:
-            app = module.app
-        else:
-            app = typer.Typer(rich_markup_mode=None, add_completion=False)
-            app.command(name)(getattr(module, FUNCTIONS.get(name, name)))
-        command = shaped(app)
-        command.name, command.short_help = name, sentence
-        return command
+        return _command(name, self.data[name])
+
+
+# cached, because a check of all settings looks at all commands several times
+@cache
+def _command(name: str, sentence: str) -> Any:
+    module = import_module(module_of(name))
+    if name in GROUPS:
+        app = module.app
+    else:
+        app = typer.Typer(rich_markup_mode=None, add_completion=False)
+        app.command(name)(getattr(module, FUNCTIONS.get(name, name)))
+    command = shaped(app)
+    command.name, command.short_help = name, sentence
+    return command
 
 
 class _Group(Group):
