@@ -154,12 +154,12 @@ def with_jinja_alone(source):
 
 
 @needs_published
-def test_efforts_of_published_templates_match_their_variables():
+def test_efforts_of_published_templates_match_their_variables(share_of):
     sources = published_templates.templates()
     assert len(sources) >= 68
     switches = {name: variable for variable, names in SWITCHES.items() for name in names}
     assert {*switches, *LEVELED, *WANT_FUNCTIONS} <= sources.keys()
-    for name, source in sources.items():
+    for name, source in list(sources.items())[:: share_of(2, 1)]:
         template = Template(source, "<s>", "</s>")
         template._environment.globals["strftime_now"] = lambda form: "today"
         if name in WANT_FUNCTIONS:

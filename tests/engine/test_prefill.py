@@ -44,6 +44,7 @@ def evict(stream, name, policy, ends=()):
     stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
 
 
+@pytest.mark.share(1, "positions", "n_batch")
 @pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
 @pytest.mark.parametrize(
     ("name", "heads"),

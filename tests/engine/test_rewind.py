@@ -73,6 +73,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.share(2, "n_ctx", "n_later")
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 @pytest.mark.parametrize(
     ("n_ctx", "n_later"), [(n_ctx, n) for n_ctx, lengths in STREAMS.items() for n in lengths[0]]

@@ -538,6 +538,7 @@ def other_chat(path, archive):
         save(path, archive, store)
 
 
+@pytest.mark.share(1, "both")
 @with_clusters
 @pytest.mark.parametrize(
     ("change", "before", "after"),

@@ -124,12 +124,15 @@ class Cache:
                 for i, pos in enumerate(steps)
             ]
             cell_of = {int(self.pos[number, cell]): cell for cell in range(self.live[number])}
+            # for each cell and query: the attention of each head
+            heads = attention[number].T.tolist()
             for token in row:
-                received = attention[number, :, :, cell_of[token["pos"]]]
+                cell = cell_of[token["pos"]]
+                received = attention[number, :, :, cell]
                 token["mass"] += float(received.sum())
                 token["last"] = float(received[:, -1].sum())
                 if self.looks_ahead:
-                    index = number, ..., cell_of[token["pos"]]
+                    index = number, ..., cell
                     token["future"] = list(
                         zip(
                             self.future_mean[index].tolist(),
@@ -138,11 +141,8 @@ class Cache:
                         )
                     )
                     token["value_norm"] = float(self.value_norms[index])
-                token["seen"] += [
-                    (int(t), received[:, i].tolist())
-                    for i, (step, t) in enumerate(zip(steps, n_seen, strict=True))
-                    if step >= token["pos"]
-                ]
+                first = max(token["pos"] - int(steps[0]), 0)
+                token["seen"] += zip(n_seen[first:].tolist(), heads[cell][first:], strict=True)
 
     def shuffle(self):
         """Shuffle the cells of every row, and their signals. New cells stay behind old cells."""

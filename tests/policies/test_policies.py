@@ -74,12 +74,14 @@ def test_keeps_the_same_tokens_as_the_definition(name, options, budget, evict_ev
 
 
 @pytest.mark.large
+@pytest.mark.share(3, "options")
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_keeps_the_same_tokens_with_hardly_any_ties(share_of, name, options):
     stream(name, options, 30, 4, seed=1, n_value=4096, n_plan=share_of(5, 7))
 
 
 @pytest.mark.large
+@pytest.mark.share(3, "options")
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_keeps_the_same_tokens_if_all_scores_tie(share_of, name, options):
     stream(name, options, 30, 4, seed=2, n_value=1, n_plan=share_of(5, 7))

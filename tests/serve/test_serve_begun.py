@@ -131,7 +131,7 @@ def test_prompt_ends_with_the_begun_reply(model, tmp_path, source, variables, be
 
 @pytest.mark.engine
 @needs_published
-def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
+def test_published_templates_render_a_begun_reply_like_a_whole_reply(model, share_of):
     """A prompt that ends with the beginning of a reply must be a prefix of the chat with the whole reply.
 
     Only the texts from the user's message on are compared.
@@ -140,8 +140,8 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
     # this template writes instructions into the header of the next reply, but not into the headers of earlier
     # replies
     exceptions = {"CohereForAI-c4ai-command-r-plus-tool_use"}
-    names = set()
-    for name, source in published_templates.templates().items():
+    names, step = set(), share_of(2, 1)
+    for name, source in list(published_templates.templates().items())[::step]:
         template = Template(source, "<|im_start|>", "<|im_end|>", model.markers)
         with suppress(ModelError):
             earlier = template.render([user, message("assistant", "Kvtool says so."), later])
@@ -156,7 +156,7 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model):
                 names.add(name)
             else:
                 exceptions.remove(name)
-    assert len(names) > 60
+    assert len(names) > 60 // step
 
 
 @pytest.mark.engine

@@ -106,11 +106,11 @@ def joined(events):
 def check_cuts(format, text, expected):
     """Check the events for a text that comes in one piece, in two pieces, or character by character.
 
-    About 40 places are tried as the border of two pieces.
+    About 12 places are tried as the border of two pieces.
     """
     assert parsed(format, [text]) == expected
     assert parsed(format, text) == expected
-    for cut in range(1, len(text), len(text) // 40 + 1):
+    for cut in range(1, len(text), len(text) // 12 + 1):
         assert parsed(format, [text[:cut], text[cut:]]) == expected, text[:cut]
 
 

@@ -15,7 +15,6 @@ import re
 import pytest
 
 from kvtool.serve.tools.formats import HERMES
-from tests import tiny
 from tests.serve.in_process_server import serve_in_process
 from tests.serve.slot_requests import DictatedSlot
 from tests.serve.test_serve_clients import filled, read_chat, read_message, recorded
@@ -34,10 +33,10 @@ KEEPS = (
 
 
 @pytest.fixture(scope="module")
-def server(smollm2, tmp_path_factory):
-    path = tmp_path_factory.mktemp("thinker") / "thinker.gguf"
-    tiny.write_like(smollm2, path, chat_template=KEEPS)
-    with serve_in_process(path, budget="1024") as server:
+def server(smol, tmp_path_factory):
+    template = tmp_path_factory.mktemp("thinker") / "keeps.jinja"
+    template.write_text(KEEPS)
+    with serve_in_process(smol, budget="1024", chat_template=str(template)) as server:
         yield server
 
 
