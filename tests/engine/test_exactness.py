@@ -255,7 +255,7 @@ def test_exact_attention_to_all_clusters_scores_like_the_definition(
 ):
     # Distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
     # Gaps between positions are closed inside some blocks
-    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), random_tokens(900)
+    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), random_tokens(700)
     policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
     monkeypatch.setattr(Layers, "has_values", has_values)
     options = {"positions": "auto", "restarts": True, "n_block": 256, "archive_type": "f32"}
@@ -269,7 +269,7 @@ def test_exact_attention_to_all_clusters_scores_like_the_definition(
 def test_attention_to_cluster_means_scores_like_the_definition(tiny_model, chunk, exact):
     # distances are limited to 300 tokens, half of the context. Some blocks of this archive are farther away.
     # With only one layer, rounding errors do not grow
-    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), random_tokens(900)
+    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), random_tokens(700)
     policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
     with open_engine(path, policy, archive_type="f32") as engine:
         actual = perplexity.stream(engine, tokens)
