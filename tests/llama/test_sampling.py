@@ -32,6 +32,7 @@ from kvtool.llama.libllama.library import api
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
+from tests import tiny
 from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_chat_session import exported, talk  # noqa: F401
 from tests.engine.exact_engines import LOGIT_TOLERANCE, open_engine
@@ -156,6 +157,19 @@ def test_logit_bias_is_added_and_can_ban_tokens(engine):
     assert many(engine, logits, logit_bias=((A, -math.inf),)) == {B, C}
     with pytest.raises(UsageError, match=r"token 320 is not in the vocabulary, which is 0\.\.319"):
         Sampler(engine.model, Sampling(logit_bias=((320, 1.0),)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"temp": 1.0}, {"mirostat": 2}, {"logit_bias": ((A, 1.0),)}])
+def test_tokens_that_the_file_suppresses_are_never_sampled(tmp_path, settings):
+    path = tmp_path / "suppressing.gguf"
+    tiny.write_llama(path, suppressed=[A, B])
+    with open_engine(path, policies.fit("h2o", 64)) as engine:
+        engine.read(engine.model.tokenize("Hello"))
+        logits = logits_of(engine, a=9, b=8, c=5)
+        for grammar in (None, "root ::= [a-c]+"):
+            sampler = Sampler(engine.model, Sampling(grammar=grammar, **settings), seed=1)
+            assert set(draw_tokens(engine, sampler, logits, 20)) == {C}
+            sampler.close()
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.9])
