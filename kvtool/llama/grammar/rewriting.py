@@ -2,7 +2,8 @@
 
 Keywords that cannot be enforced are returned in a list. Every value that fits the rewritten schema also fits
 the original without these keywords, and with oneOf read as anyOf. Some values that fit the original do not
-fit the rewritten schema: very large integers, and objects with properties that the schema does not name.
+fit a schema that is narrowed for writing: very large integers, objects with properties that the schema does
+not name, and unusual texts of a format.
 """
 
 from __future__ import annotations
@@ -70,19 +71,19 @@ class LeftOut(NamedTuple):
 
 
 def rewritten(
-    schema: Mapping[str, Any], *, drops_integers: bool = False, may_close: bool = True
+    schema: Mapping[str, Any], *, drops_integers: bool = False, narrows: bool = True
 ) -> tuple[Schema, list[LeftOut]]:
     """Rewrite a schema for llguidance. Return the new schema, and the keywords that are not enforced.
 
-    may_close: False to allow the properties that an object's schema does not name, as JSON Schema does.
+    narrows: False to check a written value: every value of the original fits, and no format is checked.
 
     Raises UsageError if the schema is too large, if an object has too many properties, or if const or enum
     has an integer beyond _MAX_EXACT, unless `drops_integers`, which leaves out the keyword.
     """
     shared: set[str] = set()
     while True:
-        writer = _Writer(schema, shared, drops_integers)
-        new = writer.schema(schema, "#", is_alone=may_close)
+        writer = _Writer(schema, shared, drops_integers, narrows)
+        new = writer.schema(schema, "#", is_alone=narrows)
         if writer.shared <= shared:
             return new, writer.left_out
         shared = shared | writer.shared
@@ -97,8 +98,10 @@ class _Writer:
     `rewritten` makes passes until a pass finds no new target.
     """
 
-    def __init__(self, root: Mapping[str, Any], shared: set[str], drops_integers: bool) -> None:
-        self._root, self._drops_integers = root, drops_integers
+    def __init__(
+        self, root: Mapping[str, Any], shared: set[str], drops_integers: bool, narrows: bool
+    ) -> None:
+        self._root, self._drops_integers, self._narrows = root, drops_integers, narrows
         self._known, self.shared = shared, set[str]()
         draft = root.get("$schema")
         match = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
@@ -184,6 +187,8 @@ class _Writer:
         if "format" not in new:
             return []
         name = new.pop("format")
+        if not self._narrows:
+            return []
         known = of_format(name)
         if known is None and "string" in (_types(new) or {"string"}):
             self._leave_out(new, "format", where, f"format {name}")
@@ -298,7 +303,7 @@ class _Writer:
                 del new[key]  # _LEAST or _GREATEST is as narrow
             else:
                 self._leave_out(new, key, where)
-        if are_integers and not new.keys() & {"enum", "const"}:
+        if self._narrows and are_integers and not new.keys() & {"enum", "const"}:
             new |= {"minimum": new.get("minimum", _LEAST), "maximum": new.get("maximum", _GREATEST)}
 
 
