@@ -151,7 +151,11 @@ def test_repetitions_that_take_long_to_compile_are_refused(count):
             ("", "https://[::1]/a", "a:b", "/a/b?c=(d)#e", "//me@host:80/p", "a%20b/c:d", "?q=1"),
             ("a b", "a%2", "1:b", "ü", "a#b#c", "[a]"),
         ),
-        ("iri", ("https://exämple.com/ü?名=1", "urn:isbn:1", "https://[::1]/"), ("/ü", "a b:c", "https://ü%/")),
+        (
+            "iri",
+            ("https://exämple.com/ü?名=1", "urn:isbn:1", "https://[::1]/"),
+            ("/ü", "a b:c", "https://ü%/"),
+        ),
         ("iri-reference", ("/ü", "https://exämple.com/ü", "名/x"), ("a b", "a#b#c")),
         ("uri-template", ("", "http://ü/{a}", "/{+b,c}{?d.e*,f:3}"), ("{", "{a", "{a b}", "a b", "{}")),
         ("idn-hostname", ("bücher.example", "例え.jp", "a-b.co"), ("a b", "-a", "a-.b", "a..b")),
