@@ -524,6 +524,19 @@ def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
             other.read(np.array([record["id"]], np.int32))
 
 
+def test_logprobs_have_no_tokens_of_the_stop_string(chat_model):
+    def answer(*more):
+        args = ("generate", "--raw", "-p", "Hi.", "-n", 16, "--seed", 1, "--temp", 1, "--draft", "off")
+        done = run_kvtool(*args, "-m", chat_model, "--json", "--logprobs", 0, *more)
+        return json.loads(done.stdout)
+
+    whole = answer()
+    tokens = [record["token"] for record in whole["logprobs"]["content"]]
+    result = answer("--stop", "".join(tokens[6:9]))
+    assert (result["text"], result["tokens"]) == ("".join(tokens[:6]), 9)
+    assert result["logprobs"]["content"] == whole["logprobs"]["content"][:6]
+
+
 def test_logprobs_of_all_tokens_add_up_to_one(engine):
     model = engine.model
     record = logprobs(model, np.linspace(-900, 900, model.n_vocab, dtype=np.float32), 5, model.n_vocab)
