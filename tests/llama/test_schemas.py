@@ -300,13 +300,53 @@ def test_names_of_an_invalid_list_forbid_all_properties(vocabulary):
     assert not is_text_of(vocabulary, schema, '{"a": 1}')
 
 
-@pytest.mark.parametrize("names", [{"enum": ["x", "y"]}, {"$ref": "#/$defs/k"}])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"allOf": [OPEN]},
+        {"anyOf": [{"$ref": "#/$defs/o"}, {"type": "object"}]},
+        {"$ref": "#/$defs/o"},
+        {"oneOf": [{"allOf": [OPEN]}]},
+    ],
+)
+def test_counts_of_properties_are_left_out_if_a_part_has_optional_ones(vocabulary, parts):
+    schema = {"type": "object", "maxProperties": 0, "$defs": {"o": OPEN}} | parts
+    assert enforced(schema).left_out == [("maxProperties", "#/maxProperties")]
+    assert is_text_of(vocabulary, schema, '{"a": "x"}')
+    count = {"allOf": [{"minProperties": 1}], **OPEN}
+    assert enforced(count).left_out == [("minProperties", "#/allOf/0/minProperties")]
+
+
+def test_counts_of_properties_are_enforced_if_the_parts_have_no_properties(vocabulary):
+    schema = {"type": "object", "maxProperties": 1, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert enforced(schema, strict=True)
+    assert is_text_of(vocabulary, schema, '{"b": 1}')
+    assert not is_text_of(vocabulary, schema, '{"b": 1, "c": 1}')
+
+
+def test_names_without_a_definition_are_left_out():
+    schema = {"type": "object", "propertyNames": {"$ref": "#/$defs/none"}}
+    assert enforced(schema).not_held == ["propertyNames"]
+
+
+def test_escapes_in_references_are_read(vocabulary):
+    schema = {
+        "allOf": [{"$ref": "#/$defs/the%20names"}, {"required": ["b"]}],
+        "$defs": {"the names": OPEN},
+    }
+    assert is_text_of(vocabulary, schema, '{"a": "x", "b": 1}')
+    assert not is_text_of(vocabulary, schema, '{"a": 1, "b": 1}')
+
+
+@pytest.mark.parametrize(
+    "names", [{"enum": ["x", "y"]}, {"$ref": "#/$defs/k"}, {"$ref": "#/$defs/the%20names"}]
+)
 def test_names_of_properties_are_listed(vocabulary, names):
     schema = {
         "type": "object",
         "propertyNames": names,
         "additionalProperties": {"type": "integer"},
-        "$defs": {"k": {"enum": ["x", "y"]}},
+        "$defs": {"k": {"enum": ["x", "y"]}, "the names": {"enum": ["x", "y"]}},
     }
     assert enforced(schema, strict=True)
     assert is_text_of(vocabulary, schema, '{"x": 1, "y": 2}')

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from kvtool.errors import UsageError
 from kvtool.llama.grammar.json_pointer import at_pointer
@@ -122,7 +123,7 @@ class _Writer:
         is_alone = is_alone and where not in self._known
         new = {key: value for key, value in schema.items() if self._is_needed(key, value)}
         if isinstance(new.get("$ref"), str) and not (is_alone and new.keys() & CONSTRAINING == {"$ref"}):
-            self.shared.add(new["$ref"])
+            self.shared.add(unquote(new["$ref"]))
         if new.get("unevaluatedProperties") is False and not new.keys() & _IN_PLACE:
             new.setdefault("additionalProperties", new.pop("unevaluatedProperties"))
         # subschemas in place may need properties that this schema does not name, also if they are left out
@@ -138,7 +139,7 @@ class _Writer:
             new["allOf"] = [*_listed(new, "allOf"), *more]
         self._parts(new, where, is_alone=is_alone)
         self._close(new, may_close and not more)
-        self._counts(new, where)
+        self._counts(new, where, is_alone=is_alone)
         self._constants(new, where)
         self._numbers(new, where)
         return new
@@ -239,7 +240,7 @@ class _Writer:
         ):
             new |= {"patternProperties": {names["pattern"]: others}, "additionalProperties": False}
             del new["propertyNames"]
-        elif keywords or names is False:
+        elif keywords or not (names is True or isinstance(names, Mapping)):
             self._leave_out(new, "propertyNames", where)
         else:
             del new["propertyNames"]
@@ -259,15 +260,20 @@ class _Writer:
         if may_close and fits and "properties" in new:
             new["additionalProperties"] = False
 
-    def _counts(self, new: Schema, where: str) -> None:
-        """Leave out minProperties and maxProperties of an object with optional properties.
+    def _counts(self, new: Schema, where: str, *, is_alone: bool) -> None:
+        """Leave out minProperties and maxProperties of an object that may have optional properties.
 
-        llguidance would count only the properties that the schema does not name.
+        llguidance would count only the properties that the schema does not name, or refuse the schema.
         """
-        names, required = new.get("properties"), new.get("required", [])
+        names, required = new.get("properties", {}), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
-        if any(part is not False and name not in required for name, part in names.items()):
+        others = [*_listed(new, "allOf"), *_listed(new, "anyOf"), *_listed(new, "oneOf")]
+        has_optional = any(part is not False and name not in required for name, part in names.items())
+        others_may_have = "$ref" in new or any(
+            isinstance(part, Mapping) and part.keys() & (_IN_PLACE | {"properties"}) for part in others
+        )
+        if has_optional or others_may_have or (self._narrows and not is_alone):
             for key in {"minProperties", "maxProperties"} & new.keys():
                 self._leave_out(new, key, where)
 
