@@ -37,7 +37,7 @@ CHATML = (
 def write_llama(
     path, *, n_layer=2, n_head=4, n_head_kv=2, head_dim=32, n_ff=64, n_vocab=320, n_ctx_train=1024,
     rope="norm", tied=False, letters=False, chat_template=None, yarn=None, space_prefix=False, add_bos=False,
-    arch=None, seed=0, key_bias=0.0, control=(),
+    arch=None, seed=0, key_bias=0.0, control=(), suppressed=(),
 ):  # fmt: skip
     """Write a random F32 model whose attention is peaked, so that an eviction changes the logits.
 
@@ -47,6 +47,7 @@ def write_llama(
     n_head_kv: an int, or with arch="deci" a list with one number per layer. (Deci is otherwise like llama.)
     key_bias: standard deviation of the biases that are added to keys; 0 to add none.
     control: further control tokens.
+    suppressed: tokens that the model must never write.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
     writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, sizes, space_prefix, add_bos, control)
@@ -59,6 +60,8 @@ def write_llama(
         writer.add_rope_scaling_orig_ctx_len(int(n_ctx_train / yarn))
     if chat_template:
         writer.add_chat_template(chat_template)
+    if suppressed:
+        writer.add_array("tokenizer.ggml.suppress_tokens", suppressed)
     n_silent = N_SPECIAL + 256 if letters else N_SPECIAL
     _add_tensors(writer, sizes, seed, tied=tied, n_silent=n_silent, key_bias=key_bias)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,7 +133,7 @@ def generate(
             is_read = writer.read(tokens)
         if is_read:
             read_s, started = time.monotonic() - started, time.monotonic()
-            full = _write(writer, generation.n, reply, aloud=not as_json)
+            full = _write(writer, generation.n, reply, likely, aloud=not as_json)
             thought = "" if output.hide_thinking else reply.thought
             write_s = time.monotonic() - started
             answer = _Answer(reply.answer, thought, full, len(tokens), read_s, write_s)
@@ -308,13 +309,26 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
     return likely
 
 
-def _write(writer: Writer, n: int | None, reply: ReplyText, *, aloud: bool) -> StreamEnd | None:
+def _write(
+    writer: Writer, n: int | None, reply: ReplyText, likely: list[dict[str, Any]] | None, *, aloud: bool
+) -> StreamEnd | None:
     """Write an answer of at most n tokens. Return the error if the cache became full.
 
+    likely: log-probabilities of the tokens, or None. The tokens of a stop string are removed.
     aloud: True to write each piece to stdout at once. In this case the error is raised, not returned.
     """
+
+    def pieces() -> Iterator[str]:
+        n_shown = 0
+        for piece in writer.write(n):
+            n_shown = writer.n_written
+            yield piece
+        if likely and writer.stopped_by:
+            # the tokens since the last piece belong to the stop string
+            del likely[n_shown:]
+
     try:
-        for text in reply.texts(writer.write(n)):
+        for text in reply.texts(pieces()):
             if aloud:
                 sys.stdout.write(text)
                 sys.stdout.flush()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -150,10 +151,14 @@ class Sampler:
     def _samplers(self, seed: int) -> Iterator[Any]:
         """Yield the samplers of the chain. The chain owns and frees them."""
         its, n_vocab = self.settings, self.model.n_vocab
-        if its.logit_bias:
-            pairs = [api.llama_logit_bias(token, bias) for token, bias in its.logit_bias]
-            bias = (api.llama_logit_bias * len(pairs))(*pairs)
-            yield api.llama_sampler_init_logit_bias(n_vocab, len(pairs), bias)
+        # one bias a token: from a list of candidates, llama.cpp's sampler uses only a token's first bias
+        biases: dict[int, float] = defaultdict(float)
+        for token, bias in [*its.logit_bias, *((token, -inf) for token in self.model.suppressed)]:
+            biases[token] += bias
+        if biases:
+            pairs = [api.llama_logit_bias(*pair) for pair in biases.items()]
+            array = (api.llama_logit_bias * len(pairs))(*pairs)
+            yield api.llama_sampler_init_logit_bias(n_vocab, len(pairs), array)
         if not its.mirostat:
             yield from self._penalties()
             # at temperature 0 only typical and XTC matter, because they can drop the most likely token

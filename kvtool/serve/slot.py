@@ -322,6 +322,9 @@ class Slot:
         if is_full:
             remark = f"the answer was cut: the context of {self.engine.n_ctx} tokens is full"
             self._remarks = [*self._remarks, remark]
+        if self.writer.stopped_by:
+            # the tokens since the last piece belong to the stop string
+            self._logprobs.clear()
         self._emit_piece(job, reply.end(self.writer.n_written))
         return {
             "finish": reply.finish(is_cut),

@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from kvtool.llama.grammar.schema import Unenforced, enforced
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
+from tests import tiny
 from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.engine.exact_engines import open_engine
 
@@ -240,6 +241,12 @@ ws ::= | " " | "\n" [ \t]{0,20}
             ["\u00e9e\nA"],
         ),
         (r"root ::= [a\]x-] [-z] [^-\]]", ["]-a", "-z!", "x-["], ["y-a", "aza]", "az-"]),
+        (r'root ::= [a\-c]+ "\-"', ["a-c-", "c-"], ["b-", "ac"]),
+        (
+            'root ::= "a"{0} ([b] root "c"){0,0} "d" [e] {0, 2}',
+            ["d", "de", "dee"],
+            ["ad", "bdcd", "deee"],
+        ),
         (r"root ::= [\x2d-\x2f]", ["-", ".", "/"], ["0"]),
         (
             'root ::= "a"{2} [b]{1,} (("c" | "d")? "e"){0,2}',
@@ -269,6 +276,29 @@ def test_a_token_may_be_named_by_its_number(engine):
     assert not matcher.accept(300)
     assert matcher.accept(301)
     assert matcher.accept(3 + ord("a"))
+
+
+@pytest.mark.parametrize("kind", ["control", "words"])
+def test_a_token_may_be_named_by_its_text(tmp_path, kind):
+    path = tmp_path / "thinking.gguf"
+    tiny.write_vocab(path, **{kind: ("<think>", "</think>")})
+    with closing(Model(path, vocab_only=True)) as model:
+        grammar = "root ::= <think> thought </think> [a-z]+\nthought ::= !</think>{1,4}"
+        matcher = Matcher(Vocabulary.of(model), rules_of(grammar))
+        for text, fits in (
+            ("<think>A b.</think>ok", True),
+            ("<think></think>ok", False),
+            ("<think>A b. C d. E</think>ok", False),
+            ("A b.</think>ok", False),
+        ):
+            matcher.restart()
+            tokens = [*model.tokenize(text, special=True).tolist(), model.eos]
+            assert all(map(matcher.accept, tokens)) == fits, text
+        for grammar in ("root ::= <thin>", "root ::= !<thin>+"):
+            with pytest.raises(
+                UsageError, match="^the grammar cannot be used: <thin> is not one token of this"
+            ):
+                Matcher(Vocabulary.of(model), rules_of(grammar))
 
 
 ENDLESS = {

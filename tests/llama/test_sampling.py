@@ -32,6 +32,7 @@ from kvtool.llama.libllama.library import api
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import MAX_LOOK_BACK, Sampling
 from kvtool.options import declared
+from tests import tiny
 from tests.cli.in_process_command import run_kvtool
 from tests.cli.test_chat_session import exported, talk  # noqa: F401
 from tests.engine.exact_engines import LOGIT_TOLERANCE, open_engine
@@ -156,6 +157,19 @@ def test_logit_bias_is_added_and_can_ban_tokens(engine):
     assert many(engine, logits, logit_bias=((A, -math.inf),)) == {B, C}
     with pytest.raises(UsageError, match=r"token 320 is not in the vocabulary, which is 0\.\.319"):
         Sampler(engine.model, Sampling(logit_bias=((320, 1.0),)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"temp": 1.0}, {"mirostat": 2}, {"logit_bias": ((A, 1.0),)}])
+def test_tokens_that_the_file_suppresses_are_never_sampled(tmp_path, settings):
+    path = tmp_path / "suppressing.gguf"
+    tiny.write_llama(path, suppressed=[A, B])
+    with open_engine(path, policies.fit("h2o", 64)) as engine:
+        engine.read(engine.model.tokenize("Hello"))
+        logits = logits_of(engine, a=9, b=8, c=5)
+        for grammar in (None, "root ::= [a-c]+"):
+            sampler = Sampler(engine.model, Sampling(grammar=grammar, **settings), seed=1)
+            assert set(draw_tokens(engine, sampler, logits, 20)) == {C}
+            sampler.close()
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.6, 0.9])
@@ -508,6 +522,19 @@ def test_logprobs_are_those_of_the_model_without_samplers(engine, smollm2):
                 (token["logprob"] for token in top), reverse=True
             )
             other.read(np.array([record["id"]], np.int32))
+
+
+def test_logprobs_have_no_tokens_of_the_stop_string(chat_model):
+    def answer(*more):
+        args = ("generate", "--raw", "-p", "Hi.", "-n", 16, "--seed", 1, "--temp", 1, "--draft", "off")
+        done = run_kvtool(*args, "-m", chat_model, "--json", "--logprobs", 0, *more)
+        return json.loads(done.stdout)
+
+    whole = answer()
+    tokens = [record["token"] for record in whole["logprobs"]["content"]]
+    result = answer("--stop", "".join(tokens[6:9]))
+    assert (result["text"], result["tokens"]) == ("".join(tokens[:6]), 9)
+    assert result["logprobs"]["content"] == whole["logprobs"]["content"][:6]
 
 
 def test_logprobs_of_all_tokens_add_up_to_one(engine):

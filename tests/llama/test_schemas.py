@@ -143,16 +143,30 @@ def test_repetitions_that_take_long_to_compile_are_refused(count):
 @pytest.mark.parametrize(
     ("format", "texts", "others"),
     [
-        ("time", ("12:30:00Z", "12:30:00.5+01:00", "12:30:00.123456Z"), ("12:30:00.1234567Z", "noon")),
-        ("date-time", ("2026-11-30T12:30:00.25Z",), ("2026-11-30T12:30:00.1234567Z", "2026-11-30")),
-        ("duration", ("P3D", "PT90M", "P1DT12H", "P2W"), ("PT1234567S", "P")),
+        ("time", ("12:30:00Z", "12:30:00.5+01:00", "12:30:00.123456789Z"), ("12:30:00.1234567890Z", "noon")),
+        ("date-time", ("2026-11-30T12:30:00.25Z",), ("2026-11-30T12:30:00.1234567890Z", "2026-11-30")),
+        ("duration", ("P3D", "PT90M", "P1DT12H", "P2W"), ("PT1234567890S", "P")),
+        (
+            "uri-reference",
+            ("", "https://[::1]/a", "a:b", "/a/b?c=(d)#e", "//me@host:80/p", "a%20b/c:d", "?q=1"),
+            ("a b", "a%2", "1:b", "ü", "a#b#c", "[a]"),
+        ),
+        (
+            "iri",
+            ("https://exämple.com/ü?名=1", "urn:isbn:1", "https://[::1]/"),
+            ("/ü", "a b:c", "https://ü%/"),
+        ),
+        ("iri-reference", ("/ü", "https://exämple.com/ü", "名/x"), ("a b", "a#b#c")),
+        ("uri-template", ("", "http://ü/{a}", "/{+b,c}{?d.e*,f:3}"), ("{", "{a", "{a b}", "a b", "{}")),
+        ("idn-hostname", ("bücher.example", "例え.jp", "a-b.co"), ("a b", "-a", "a-.b", "a..b")),
+        ("idn-email", ("ü.b@bücher.de", "a@b.co"), ("ü", "ü@", "ü b@c.de")),
         ("uuid", ("6ba7b810-9dad-11d1-80b4-00c04fd430c8",), ("6ba7b810",)),
         (
             "uuid4",
-            ("f47ac10b-58cc-4372-a567-0e02b2c3d479",),
+            ("f47ac10b-58cc-4372-a567-0e02b2c3d479", "F47AC10B-58CC-4372-A567-0E02B2C3D479"),
             ("6ba7b810-9dad-11d1-80b4-00c04fd430c8", "f47ac10b-58cc-4372-0567-0e02b2c3d479"),
         ),
-        ("base64", ("", "aGVsbG8h", "aA=="), ("a", "aA=")),
+        ("base64", ("", "aGVsbG8h", "aA==", "aGk="), ("a", "aA=")),
         ("password", ("", "any text"), ()),
     ],
 )
@@ -160,13 +174,13 @@ def test_texts_fit_the_format_and_numbers_in_them_are_short(vocabulary, format, 
     rules = enforced({"type": "string", "format": format}, strict=True).rules
     for text in (*texts, *others):
         matcher = Matcher(vocabulary, rules)
-        tokens = vocabulary.tokens_of(json.dumps(text).encode())
+        tokens = vocabulary.tokens_of(json.dumps(text, ensure_ascii=False).encode())
         assert (matcher.n_fitting(tokens) == len(tokens)) == (text in texts), text
 
 
 def test_format_and_pattern_must_both_fit(vocabulary):
     schema = {"type": "string", "format": "time", "pattern": "^12:.*Z$"}
-    for text, is_fitting in (("12:30:00Z", True), ("13:30:00Z", False), ("12:30:00.1234567Z", False)):
+    for text, is_fitting in (("12:30:00Z", True), ("13:30:00Z", False), ("12:30:00.1234567890Z", False)):
         matcher = Matcher(vocabulary, enforced(schema, strict=True).rules)
         tokens = vocabulary.tokens_of(json.dumps(text).encode())
         assert (matcher.n_fitting(tokens) == len(tokens)) == is_fitting, text
@@ -286,13 +300,53 @@ def test_names_of_an_invalid_list_forbid_all_properties(vocabulary):
     assert not is_text_of(vocabulary, schema, '{"a": 1}')
 
 
-@pytest.mark.parametrize("names", [{"enum": ["x", "y"]}, {"$ref": "#/$defs/k"}])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"allOf": [OPEN]},
+        {"anyOf": [{"$ref": "#/$defs/o"}, {"type": "object"}]},
+        {"$ref": "#/$defs/o"},
+        {"oneOf": [{"allOf": [OPEN]}]},
+    ],
+)
+def test_counts_of_properties_are_left_out_if_a_part_has_optional_ones(vocabulary, parts):
+    schema = {"type": "object", "maxProperties": 0, "$defs": {"o": OPEN}} | parts
+    assert enforced(schema).left_out == [("maxProperties", "#/maxProperties")]
+    assert is_text_of(vocabulary, schema, '{"a": "x"}')
+    count = {"allOf": [{"minProperties": 1}], **OPEN}
+    assert enforced(count).left_out == [("minProperties", "#/allOf/0/minProperties")]
+
+
+def test_counts_of_properties_are_enforced_if_the_parts_have_no_properties(vocabulary):
+    schema = {"type": "object", "maxProperties": 1, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert enforced(schema, strict=True)
+    assert is_text_of(vocabulary, schema, '{"b": 1}')
+    assert not is_text_of(vocabulary, schema, '{"b": 1, "c": 1}')
+
+
+def test_names_without_a_definition_are_left_out():
+    schema = {"type": "object", "propertyNames": {"$ref": "#/$defs/none"}}
+    assert enforced(schema).not_held == ["propertyNames"]
+
+
+def test_escapes_in_references_are_read(vocabulary):
+    schema = {
+        "allOf": [{"$ref": "#/$defs/the%20names"}, {"required": ["b"]}],
+        "$defs": {"the names": OPEN},
+    }
+    assert is_text_of(vocabulary, schema, '{"a": "x", "b": 1}')
+    assert not is_text_of(vocabulary, schema, '{"a": 1, "b": 1}')
+
+
+@pytest.mark.parametrize(
+    "names", [{"enum": ["x", "y"]}, {"$ref": "#/$defs/k"}, {"$ref": "#/$defs/the%20names"}]
+)
 def test_names_of_properties_are_listed(vocabulary, names):
     schema = {
         "type": "object",
         "propertyNames": names,
         "additionalProperties": {"type": "integer"},
-        "$defs": {"k": {"enum": ["x", "y"]}},
+        "$defs": {"k": {"enum": ["x", "y"]}, "the names": {"enum": ["x", "y"]}},
     }
     assert enforced(schema, strict=True)
     assert is_text_of(vocabulary, schema, '{"x": 1, "y": 2}')

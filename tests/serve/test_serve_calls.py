@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import lru_cache
 
 import pytest
 
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.serve.reply import Reply
-from kvtool.serve.tools import formats
+from kvtool.serve.tools import calls as parsing
+from kvtool.serve.tools import fitting, formats
 from kvtool.serve.tools.calls import Call, Parser
 from kvtool.serve.tools.formats import HERMES, LLAMA, Format
 from tests.serve.test_serve_tools import TOOLS, tool
@@ -76,6 +78,15 @@ each_case = pytest.mark.parametrize(
     ids=[f"{c[0].name}, {c[1]}" for c in CASES],
 )
 each_format = pytest.mark.parametrize("format", FORMATS, ids=[format.name for format in FORMATS])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def remembered_fits():
+    """Check each (arguments, schema) only once: the tests parse the same calls thousands of times."""
+    fits = lru_cache(lambda arguments, schema: fitting.fits(arguments, json.loads(schema)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parsing, "fits", lambda arguments, schema: fits(arguments, json.dumps(schema)))
+        yield
 
 
 def parsed(format, pieces, tools=TOOLS):

@@ -127,6 +127,7 @@ FIRST = "messages[0].content[0]"
         ({"mirostat_tau": -1}, "mirostat_tau", "must be in 0..10000, got -1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be in 0.001..1000, got 0; 1 is off"),
         ({"logit_bias": {"x": 1}}, "logit_bias", 'must have pairs of a token and a number, got ["x", 1]'),
+        ({"logit_bias": [[1.5, 1]]}, "logit_bias", "must have pairs of a token and a number, got [1.5, 1]"),
         ({"logit_bias": [[True]]}, "logit_bias", "must have pairs of a token and a number, got [true]"),
         ({"logit_bias": {"5": 1e6}}, "logit_bias", "of token 5 must be in -10000..10000 or -inf, got 1e+06"),
     ],
@@ -442,6 +443,17 @@ def test_responses_have_logprobs(server):
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [token for event in deltas for token in event["logprobs"]] == part["logprobs"]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
+
+
+def test_logprobs_have_no_tokens_of_the_stop_string(server):
+    body = {"prompt": "Hi.", "max_tokens": 16, "seed": 1, "temperature": 1, "logprobs": 0}
+    tokens = server.ask("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]
+    body |= {"stop": "".join(tokens[6:9])}
+    (choice,) = server.ask("/v1/completions", body).json()["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("".join(tokens[:6]), tokens[:6])
+    events = pieces_of(server.ask("/v1/completions", body | {"stream": True}).text)
+    records = [each["choices"][0]["logprobs"] for each in events if each.get("choices")]
+    assert [token for record in records if record for token in record["tokens"]] == tokens[:6]
 
 
 def test_parallel_tool_calls_false_ends_the_reply_after_one_call(talker):

@@ -81,6 +81,25 @@ def test_only_keywords_that_can_be_enforced_are_checked():
     assert fits('{"x": 1}', {"type": "object", "properties": {"x": {"type": "no type"}}})
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "integer"}, 10**20),
+        ({"type": "integer", "minimum": 0}, 10**20),
+        ({"type": "integer"}, -(2**63)),
+        ({"type": "string", "format": "uri-reference"}, "https://[::1]/a?b"),
+        ({"type": "string", "format": "date-time"}, "2026-11-30T12:30:00.123456789012Z"),
+        ({"type": "string", "format": "email"}, '"x y"@b.co'),
+        ({"type": "string", "format": "relative-json-pointer"}, "0-1/a"),
+        ({"type": "string", "format": "byte"}, "aGk="),
+    ],
+)
+def test_values_that_are_narrowed_only_for_writing_fit(schema, value):
+    parameters = {"type": "object", "properties": {"x": schema}}
+    assert fits(json.dumps({"x": value}), parameters)
+    assert not fits('{"x": null}', parameters)
+
+
 def test_difficult_arguments_fit():
     assert fits('{"x": "\\ud800"}', {"type": "object", "properties": {"x": {"type": "string"}}})
     assert fits(json.dumps({"x": "a" * 100_000}), {"type": "object"})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.llama.grammar.rules import Rules
+from kvtool.llama.grammar.rules import Rules, token_rule
 from kvtool.llama.loaded.markers import CONTROL
 
 if TYPE_CHECKING:
@@ -191,10 +191,20 @@ class Matcher(Constraint):
         self._vocabulary, self._name = vocabulary, rules.name
         self._begun: Sequence[int] = ()
         self._mask = np.zeros(vocabulary.n_word, np.uint32)
-        make, tokenizer = llguidance.LLMatcher, vocabulary.tokenizer
-        self._matcher = with_large_stack(lambda: make(tokenizer, rules.text, log_level=0, limits=limits()))
+        make, tokenizer, text = llguidance.LLMatcher, vocabulary.tokenizer, rules.text
+        for n, token in enumerate(rules.tokens):
+            text += f"{token_rule(n)}: {self._token(token)}\n"
+        self._matcher = with_large_stack(lambda: make(tokenizer, text, log_level=0, limits=limits()))
         if self._matcher.is_error():
             raise UsageError(f"{self._name} cannot be used: {self._why()}")
+
+    def _token(self, name: str) -> str:
+        """Return the Lark expression for a token of `Rules.tokens`."""
+        text = name.removeprefix("!")
+        tokens = self._vocabulary.tokens_of(text.encode())
+        if len(tokens) != 1:
+            raise UsageError(f"{self._name} cannot be used: {text} is not one token of this model")
+        return f"<[{'^' * name.startswith('!')}{tokens[0]}]>"
 
     def mask(self) -> np.ndarray:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvtool.errors import UsageError
-from kvtool.llama.grammar.rules import Rules, literal
+from kvtool.llama.grammar.rules import Rules, literal, token_rule
 
 MAX_CHARACTERS = 2**18
 """Maximum characters of a grammar."""
@@ -26,7 +26,7 @@ _PART = re.compile(
     re.S,
 )
 _CHAR = re.compile(
-    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([nrt\\\"\[\]]))|([^\\])", re.S
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([nrt\\\"\[\]-]))|([^\\])", re.S
 )
 _MAX_DIGITS = 10
 """Maximum digits of a number of repetitions. llguidance takes 32-bit numbers."""
@@ -73,6 +73,8 @@ class _Parser:
         self._grammar, self._at = grammar, 0
         self._all: list[_Rule] = []
         self._named: dict[str, int] = {}
+        # numbers of the tokens that the grammar names by their text
+        self._tokens: dict[str, int] = {}
         # numbers of the current rule and of its open groups
         self._open: list[int] = []
         # True if the current rule may continue on the next line
@@ -117,9 +119,11 @@ class _Parser:
         elif part["times"]:
             if max(len(part["least"] or ""), len(part["most"] or "")) > _MAX_DIGITS:
                 self._fail(f"a number of more than {_MAX_DIGITS} digits")
-            if part["most"] and int(part["most"]) < int(part["least"]):
+            most = part["least"] if part["most"] is None else part["most"]
+            if most and int(most) < int(part["least"]):
                 self._fail(f"{part['times']} is empty")
-            self._repeat("".join(part["times"].split()))
+            # llguidance refuses a repetition of at most 0 times
+            self._repeat("".join(part["times"].split()), is_empty=bool(most) and int(most) == 0)
         elif part["name"]:
             self._add(self._number(part["name"]))
         else:
@@ -150,22 +154,27 @@ class _Parser:
     def _add(self, part: str | int) -> None:
         self._rule.options[-1].append(part)
 
-    def _repeat(self, times: str) -> None:
-        """Replace the last part by a new rule that repeats it, so that a repeated lexeme stays one lexeme."""
+    def _repeat(self, times: str, *, is_empty: bool) -> None:
+        """Replace the last part by a new rule that repeats it, so that a repeated lexeme stays one lexeme.
+
+        is_empty: True to replace it by the empty text.
+        """
         option = self._rule.options[-1]
         if not option:
             self._fail(f"nothing stands before {times}")
         number = self._new()
         last = option.pop()
-        self._all[number].options = [[last, times]]
-        self._all[number].has_token = isinstance(last, str) and last.startswith("<")
+        self._all[number].options = [[] if is_empty else [last, times]]
+        self._all[number].has_token = isinstance(last, str) and not last.startswith(('"', "/"))
         option.append(number)
 
     def _lark(self, part: re.Match[str]) -> str:
         """Translate a literal, a character set or a token."""
         if part["token"]:
             token = part["token"]
-            return f"<[^{token[3:]}" if token.startswith("!<[") else token
+            if token.startswith(("<[", "!<[")):
+                return token.replace("!<[", "<[^")
+            return token_rule(self._tokens.setdefault(token, len(self._tokens)))
         if part["sign"]:
             return "/(?s:.)/"
         if part["set"] is None:
@@ -218,7 +227,7 @@ class _Parser:
         for number, rule in enumerate(self._all):
             options = ("".join(f" {written(part)}" for part in option) or ' ""' for option in rule.options)
             lines.append(f"{written(number)}:{' |'.join(options)}")
-        return Rules(written(self._named["root"]), tuple(lines))
+        return Rules(written(self._named["root"]), tuple(lines), tokens=tuple(self._tokens))
 
     def _lexemes(self) -> set[int]:
         """Return the numbers of the rules that can be lexemes, because they are regular expressions.

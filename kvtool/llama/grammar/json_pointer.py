@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 
 def names_in(pointer: str) -> list[str]:
@@ -12,8 +13,8 @@ def names_in(pointer: str) -> list[str]:
 
 
 def at_pointer(root: Any, pointer: str) -> Any:
-    """Return the value at a JSON pointer, or None."""
-    for name in names_in(pointer):
+    """Return the value at the JSON pointer of a reference, or None. It may have escapes such as %20."""
+    for name in names_in(unquote(pointer)):
         # Python does not parse a number that has thousands of digits
         if isinstance(root, list) and name.isdecimal() and len(name) < 10 and int(name) < len(root):
             root = root[int(name)]

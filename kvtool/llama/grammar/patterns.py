@@ -11,32 +11,72 @@ from kvtool.llama.grammar.rules import repeats_too_often
 
 _NATIVE = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 
-_FRACTION = r"^[^.]*(?:\.[0-9]{1,6}[^0-9].*)?$"
+_FRACTION = r"^[^.]*(?:\.[0-9]{1,9}[^0-9].*)?$"
 _DIGITS = {
     **dict.fromkeys(("date-time", "time"), _FRACTION),
-    "duration": "^P(?:T?[0-9]{1,6}[A-Z])*$",
+    "duration": "^P(?:T?[0-9]{1,9}[A-Z])*$",
 }
 """Patterns that limit the digits of a number in a format. Weak models write digits without end otherwise."""
 
-_NARROWER: dict[str, dict[str, str]] = {
-    **{name: {"format": "uri"} for name in ("iri", "url")},
-    **{"idn-email": {"format": "email"}, "idn-hostname": {"format": "hostname"}},
+_ESCAPED = "%[0-9A-Fa-f]{2}"
+_NON_ASCII = "\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U0001fffd\U00020000-\U0002fffd"
+"""Characters that an IRI may have and a URI may not."""
+
+
+def _references(more: str = "") -> tuple[str, str]:
+    """Return the patterns of a relative and of an absolute reference (RFC 3986, RFC 3987).
+
+    more: further characters, for the inside of a character set.
+    """
+    plain = f"[A-Za-z0-9{more}._~!$&'()*+,;=-]|{_ESCAPED}"
+    text, segments = f"(?:{plain}|[:@])", f"(?:/(?:{plain}|[:@])*)*"
+    host = f"//(?:(?:{plain}|:)*@)?(?:{plain})*(?::[0-9]*)?{segments}"
+    end = rf"(?:\?(?:{plain}|[:@/?])*)?(?:#(?:{plain}|[:@/?])*)?"
+    root = f"/(?:{text}+{segments})?"
+    return (
+        f"^(?:{host}|{root}|(?:{plain}|@)+{segments})?{end}$",
+        f"^[A-Za-z][A-Za-z0-9+.-]*:(?:{host}|{root}|{text}+{segments})?{end}$",
+    )
+
+
+def _or_uri(*patterns: str) -> dict[str, Any]:
+    """Return a schema of URIs and of texts that match one of the patterns."""
+    return {"anyOf": [{"format": "uri"}, *({"pattern": pattern} for pattern in patterns)]}
+
+
+_LABEL = r"[A-Za-z0-9\p{Ll}\p{Lo}][A-Za-z0-9\p{Ll}\p{Lo}\p{M}]*(?:-+[A-Za-z0-9\p{Ll}\p{Lo}\p{M}]+)*"
+_HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
+_ATOM = r"[A-Za-z0-9\p{L}\p{M}!#$%&'*+/=?^_`{|}~-]+"
+_VARIABLE = rf"(?:[A-Za-z0-9_.]|{_ESCAPED})+(?:\*|:[1-9][0-9]{{0,3}})?"
+
+_NARROWER: dict[str, dict[str, Any]] = {
+    "url": {"format": "uri"},
+    "uri-reference": _or_uri(_references()[0]),
+    "iri": _or_uri(_references(_NON_ASCII)[1]),
+    "iri-reference": _or_uri(*_references(_NON_ASCII)),
+    "uri-template": {
+        "pattern": rf"^(?:[^\x00-\x20\x7f-\x9f\"'%<>\\^`{{|}}]|{_ESCAPED}"
+        rf"|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*$"
+    },
+    "idn-hostname": {"pattern": f"^{_HOSTNAME}$"},
+    "idn-email": {"pattern": rf"^{_ATOM}(?:\.{_ATOM})*@{_HOSTNAME}$"},
     "json-pointer": {"pattern": "^(?:/(?:[^~/]|~[01])*)*$"},
     "relative-json-pointer": {"pattern": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$"},
-    "uri-reference": {"pattern": r"^[A-Za-z0-9._~/-]*(?:\?[A-Za-z0-9._~/=&-]*)?(?:#[A-Za-z0-9._~/-]*)?$"},
-    "iri-reference": {"pattern": r"^[A-Za-z0-9._~/-]*(?:\?[A-Za-z0-9._~/=&-]*)?(?:#[A-Za-z0-9._~/-]*)?$"},
-    "uri-template": {"pattern": r"^(?:[A-Za-z0-9._~:/?#=&-]|\{[A-Za-z0-9_]+\})*$"},
     **{
         f"uuid{n}": {
-            "pattern": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{n}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+            "pattern": f"^[0-9A-Fa-f]{{8}}-[0-9A-Fa-f]{{4}}-{n}[0-9A-Fa-f]{{3}}"
+            "-[89ABab][0-9A-Fa-f]{3}-[0-9A-Fa-f]{12}$"
         }
         for n in range(1, 9)
     },
-    **dict.fromkeys(("byte", "base64"), {"pattern": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==)?$"}),
+    **dict.fromkeys(
+        ("byte", "base64"),
+        {"pattern": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"},
+    ),
     # every text has these formats
     **dict.fromkeys(("binary", "password"), {}),
 }
-"""Formats that llguidance does not know, each with a schema that accepts only texts of that format."""
+"""Formats that llguidance does not know, each with a schema of texts in that format."""
 
 _PART = re.compile(r"\\.|&&|--|~~|.", re.S)
 

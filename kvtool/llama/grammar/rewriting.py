@@ -2,7 +2,8 @@
 
 Keywords that cannot be enforced are returned in a list. Every value that fits the rewritten schema also fits
 the original without these keywords, and with oneOf read as anyOf. Some values that fit the original do not
-fit the rewritten schema: very large integers, and objects with properties that the schema does not name.
+fit a schema that is narrowed for writing: very large integers, objects with properties that the schema does
+not name, and unusual texts of a format.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from kvtool.errors import UsageError
 from kvtool.llama.grammar.json_pointer import at_pointer
@@ -70,19 +72,19 @@ class LeftOut(NamedTuple):
 
 
 def rewritten(
-    schema: Mapping[str, Any], *, drops_integers: bool = False, may_close: bool = True
+    schema: Mapping[str, Any], *, drops_integers: bool = False, narrows: bool = True
 ) -> tuple[Schema, list[LeftOut]]:
     """Rewrite a schema for llguidance. Return the new schema, and the keywords that are not enforced.
 
-    may_close: False to allow the properties that an object's schema does not name, as JSON Schema does.
+    narrows: False to check a written value: every value of the original fits, and no format is checked.
 
     Raises UsageError if the schema is too large, if an object has too many properties, or if const or enum
     has an integer beyond _MAX_EXACT, unless `drops_integers`, which leaves out the keyword.
     """
     shared: set[str] = set()
     while True:
-        writer = _Writer(schema, shared, drops_integers)
-        new = writer.schema(schema, "#", is_alone=may_close)
+        writer = _Writer(schema, shared, drops_integers, narrows)
+        new = writer.schema(schema, "#", is_alone=narrows)
         if writer.shared <= shared:
             return new, writer.left_out
         shared = shared | writer.shared
@@ -97,8 +99,10 @@ class _Writer:
     `rewritten` makes passes until a pass finds no new target.
     """
 
-    def __init__(self, root: Mapping[str, Any], shared: set[str], drops_integers: bool) -> None:
-        self._root, self._drops_integers = root, drops_integers
+    def __init__(
+        self, root: Mapping[str, Any], shared: set[str], drops_integers: bool, narrows: bool
+    ) -> None:
+        self._root, self._drops_integers, self._narrows = root, drops_integers, narrows
         self._known, self.shared = shared, set[str]()
         draft = root.get("$schema")
         match = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
@@ -119,7 +123,7 @@ class _Writer:
         is_alone = is_alone and where not in self._known
         new = {key: value for key, value in schema.items() if self._is_needed(key, value)}
         if isinstance(new.get("$ref"), str) and not (is_alone and new.keys() & CONSTRAINING == {"$ref"}):
-            self.shared.add(new["$ref"])
+            self.shared.add(unquote(new["$ref"]))
         if new.get("unevaluatedProperties") is False and not new.keys() & _IN_PLACE:
             new.setdefault("additionalProperties", new.pop("unevaluatedProperties"))
         # subschemas in place may need properties that this schema does not name, also if they are left out
@@ -135,7 +139,7 @@ class _Writer:
             new["allOf"] = [*_listed(new, "allOf"), *more]
         self._parts(new, where, is_alone=is_alone)
         self._close(new, may_close and not more)
-        self._counts(new, where)
+        self._counts(new, where, is_alone=is_alone)
         self._constants(new, where)
         self._numbers(new, where)
         return new
@@ -184,6 +188,8 @@ class _Writer:
         if "format" not in new:
             return []
         name = new.pop("format")
+        if not self._narrows:
+            return []
         known = of_format(name)
         if known is None and "string" in (_types(new) or {"string"}):
             self._leave_out(new, "format", where, f"format {name}")
@@ -234,7 +240,7 @@ class _Writer:
         ):
             new |= {"patternProperties": {names["pattern"]: others}, "additionalProperties": False}
             del new["propertyNames"]
-        elif keywords or names is False:
+        elif keywords or not (names is True or isinstance(names, Mapping)):
             self._leave_out(new, "propertyNames", where)
         else:
             del new["propertyNames"]
@@ -254,15 +260,20 @@ class _Writer:
         if may_close and fits and "properties" in new:
             new["additionalProperties"] = False
 
-    def _counts(self, new: Schema, where: str) -> None:
-        """Leave out minProperties and maxProperties of an object with optional properties.
+    def _counts(self, new: Schema, where: str, *, is_alone: bool) -> None:
+        """Leave out minProperties and maxProperties of an object that may have optional properties.
 
-        llguidance would count only the properties that the schema does not name.
+        llguidance would count only the properties that the schema does not name, or refuse the schema.
         """
-        names, required = new.get("properties"), new.get("required", [])
+        names, required = new.get("properties", {}), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
             return
-        if any(part is not False and name not in required for name, part in names.items()):
+        others = [*_listed(new, "allOf"), *_listed(new, "anyOf"), *_listed(new, "oneOf")]
+        has_optional = any(part is not False and name not in required for name, part in names.items())
+        others_may_have = "$ref" in new or any(
+            isinstance(part, Mapping) and part.keys() & (_IN_PLACE | {"properties"}) for part in others
+        )
+        if has_optional or others_may_have or (self._narrows and not is_alone):
             for key in {"minProperties", "maxProperties"} & new.keys():
                 self._leave_out(new, key, where)
 
@@ -298,7 +309,7 @@ class _Writer:
                 del new[key]  # _LEAST or _GREATEST is as narrow
             else:
                 self._leave_out(new, key, where)
-        if are_integers and not new.keys() & {"enum", "const"}:
+        if self._narrows and are_integers and not new.keys() & {"enum", "const"}:
             new |= {"minimum": new.get("minimum", _LEAST), "maximum": new.get("maximum", _GREATEST)}
 
 

@@ -26,16 +26,25 @@ class Rules(NamedTuple):
     triggers
         Texts with which a text of this grammar may begin. If there are any, the grammar does not describe the
         whole text, but each part that begins with a trigger.
+    tokens
+        Tokens of the model that the rules refer to, as `token_rule` says: <think>, or !<think> for any other
+        token.
     """
 
     start: str
     more: tuple[str, ...] = ()
     name: str = "the grammar"
     triggers: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         return "\n".join(["%llguidance {}", f"start: {self.start}", *self.more]) + "\n"
+
+
+def token_rule(n: int) -> str:
+    """Return the name of the rule for token n of `Rules.tokens`. The matcher of a model defines it."""
+    return f"token{n}"
 
 
 def repeats_too_often(pattern: str) -> bool:

@@ -78,12 +78,12 @@ def enforced_text(schema: str) -> Enforced:
 
 
 def enforced(
-    schema: Mapping[str, Any], *, strict: bool = False, drops_integers: bool = False, may_close: bool = True
+    schema: Mapping[str, Any], *, strict: bool = False, drops_integers: bool = False, narrows: bool = True
 ) -> Enforced:
     """Return the part of a schema that can be enforced.
 
     Raises Unenforced if the schema is invalid, is too large, or fits no value. If `strict`, also raises
-    Unenforced if a keyword cannot be enforced. drops_integers, may_close: see `rewritten`.
+    Unenforced if a keyword cannot be enforced. drops_integers, narrows: see `rewritten`.
     """
     try:
         text = json.dumps(schema)
@@ -91,14 +91,14 @@ def enforced(
         raise Unenforced("the JSON schema is nested too deeply") from None
     if len(text) > MAX_CHARACTERS:
         raise Unenforced(f"the JSON schema has more than {MAX_CHARACTERS:,} characters")
-    return _enforced(text, strict, drops_integers, may_close)
+    return _enforced(text, strict, drops_integers, narrows)
 
 
 # cached, because clients send the same tools with every request, and tools contain schemas
 @lru_cache(128)
-def _enforced(text: str, strict: bool, drops_integers: bool, may_close: bool) -> Enforced:
+def _enforced(text: str, strict: bool, drops_integers: bool, narrows: bool) -> Enforced:
     try:
-        new, left_out = rewritten(json.loads(text), drops_integers=drops_integers, may_close=may_close)
+        new, left_out = rewritten(json.loads(text), drops_integers=drops_integers, narrows=narrows)
     except UsageError as error:
         raise Unenforced(str(error)) from None
     except RecursionError:

@@ -290,6 +290,13 @@ class Model:
         """The model's end-of-generation tokens."""
         return tuple(np.flatnonzero(self.token_attrs & ENDS).tolist())
 
+    @cached_property
+    def suppressed(self) -> tuple[int, ...]:
+        """Tokens that the model must never write, according to its file."""
+        n = ctypes.c_int32()
+        tokens = api.llama_vocab_get_suppress_tokens(self.vocab, ctypes.byref(n))
+        return tuple(tokens[: n.value]) if tokens else ()
+
     def chat_template(self) -> str | None:
         """Return the Jinja template in the model's header, or None."""
         text = api.llama_model_chat_template(self._model, None)

@@ -359,6 +359,8 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
     for pair in pairs:
         try:
             token, bias = pair
+            if int(token) != float(token):
+                raise ValueError
             biases.append((int(token), -inf if bias is False else float(bias)))
         except (TypeError, ValueError, OverflowError):
             fault = f"must have pairs of a token and a number, got {shown(pair)}"

@@ -20,7 +20,7 @@ def fits(arguments: str, parameters: Mapping[str, Any]) -> bool:
     Keywords that cannot be enforced are ignored. So is a schema that cannot be enforced.
     """
     try:
-        schema = enforced(parameters, drops_integers=True, may_close=False).schema
+        schema = enforced(parameters, drops_integers=True, narrows=False).schema
     except UsageError:
         return True
     rules, value = Rules(json_texts(schema)), json.loads(arguments)

@@ -97,7 +97,7 @@ class CallRules:
         """Return rules that allow a call of one of the tools, or an answer. Raises ApiError. See `call`."""
         self._add_tag()
         call, answer = self.call(tools), self.answer(answer)
-        return Rules(f"{call.start} | ({answer.start})", (*call.more, *answer.more), answer.name)
+        return answer._replace(start=f"{call.start} | ({answer.start})", more=(*call.more, *answer.more))
 
     def _add_tag(self) -> None:
         """Require the tag that opens calls. Llama's is optional, but JSON without it may be an answer."""
