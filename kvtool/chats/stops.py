@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import AnyStr
+from typing import TYPE_CHECKING, AnyStr
+
+if TYPE_CHECKING:
+    from kvtool.chats.thinking import Splitter
 
 
 class Stops:
     """Ends a text before a stop string. Text that may begin a stop string is held back.
+
+    splitter: separates the thought, in which stop strings have no effect. None if there are no thoughts.
 
     Attributes
     ----------
@@ -15,14 +20,24 @@ class Stops:
         The stop string that ended the text; "" if the text has not ended.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], splitter: Splitter | None = None) -> None:
         self.found = ""
         self._stops = stops
+        self._splitter = splitter if stops else None
         self._held = ""
 
     def feed(self, piece: str) -> str:
         """Add a piece. Return the new text that cannot belong to a stop string. It may be empty."""
         text = self._held + piece
+        if self._splitter:
+            answer = "".join(part for is_thought, part in self._splitter.feed(piece) if not is_thought)
+            n_before = len(text) - self._splitter.n_held - len(answer)
+            if not answer:
+                self._held = text[n_before:]
+                return text[:n_before]
+            # the answer begins
+            self._splitter, self._held = None, ""
+            return text[:n_before] + self.feed(text[n_before:])
         # Choose the stop string that ends first: this choice does not depend on where the pieces end. If
         # several end at the same place, choose the longest
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:

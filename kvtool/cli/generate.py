@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,7 +116,7 @@ def generate(
         writer.ends_loops = generation.stop_loops == "on"
         likely = None if output.logprobs is None else _record_logprobs(writer, output.logprobs)
         interrupt.stops(writer)
-        reply = ReplyText()
+        reply, stops_after = ReplyText(), None
         if template.raw:
             whole, prefix = escaped(request), escaped(first)
         else:
@@ -124,6 +125,7 @@ def generate(
             splitter = Splitter(chats.tags, is_open=chats.opens_thought)
             hides = output.hide_thinking or is_constrained(generation)
             reply = ReplyText(splitter, chats.opening, hides=hides)
+            stops_after = Splitter(chats.tags, is_open=chats.opens_thought)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         notice = before_text(engine, opened.run, "prompt", len(tokens), opened.info)
@@ -132,7 +134,7 @@ def generate(
             is_read = writer.read(tokens)
         if is_read:
             read_s, started = time.monotonic() - started, time.monotonic()
-            full = _write(writer, generation.n, reply, aloud=not as_json)
+            full = _write(writer.write(generation.n, stops_after), reply, aloud=not as_json)
             thought = "" if output.hide_thinking else reply.thought
             write_s = time.monotonic() - started
             answer = _Answer(reply.answer, thought, full, len(tokens), read_s, write_s)
@@ -308,13 +310,13 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
     return likely
 
 
-def _write(writer: Writer, n: int | None, reply: ReplyText, *, aloud: bool) -> StreamEnd | None:
-    """Write an answer of at most n tokens. Return the error if the cache became full.
+def _write(pieces: Iterator[str], reply: ReplyText, *, aloud: bool) -> StreamEnd | None:
+    """Write the pieces of an answer. Return the error if the cache became full.
 
     aloud: True to write each piece to stdout at once. In this case the error is raised, not returned.
     """
     try:
-        for text in reply.texts(writer.write(n)):
+        for text in reply.texts(pieces):
             if aloud:
                 sys.stdout.write(text)
                 sys.stdout.flush()
