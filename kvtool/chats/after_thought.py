@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtool.chats.stops import n_begun
-from kvtool.chats.thinking import Tags
+from kvtool.chats.thinking import Tags, n_begun
 from kvtool.llama.grammar.constraint import Constraint, Matcher, Vocabulary
 from kvtool.llama.grammar.triggered import Triggered
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, AnyStr
 
-if TYPE_CHECKING:
-    from kvtool.chats.thinking import Splitter
+from kvtool.chats.thinking import Splitter, n_begun
 
 
 class Stops:
@@ -52,8 +50,3 @@ class Stops:
         """Return the text that is held back. Call this when a text ends without a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def n_begun(text: AnyStr, tag: AnyStr) -> int:
-    """Return the largest n below len(tag) for which the text ends with the first n characters of `tag`."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
-
-from kvtool.chats.stops import n_begun
+from typing import TYPE_CHECKING, AnyStr, NamedTuple
 
 if TYPE_CHECKING:
     from kvtool.llama.loaded.model import Model
@@ -248,6 +246,11 @@ def _part_after(header: str, *, has_tools: bool) -> _Part:
         return _Part.CALL
     channel = header.rpartition("<|channel|>")[2]
     return _Part.THOUGHT if channel.lstrip().startswith("analysis") else _Part.ANSWER
+
+
+def n_begun(text: AnyStr, tag: AnyStr) -> int:
+    """Return the largest n below len(tag) for which the text ends with the first n characters of `tag`."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def control_tokens(model: Model, tags: Tags) -> frozenset[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvtool.chats.stops import n_begun
+from kvtool.chats.thinking import n_begun
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.fitting import fits
 from kvtool.serve.tools.formats import Format
