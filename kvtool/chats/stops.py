@@ -29,7 +29,7 @@ class Stops:
         text = self._held + piece
         if self._splitter:
             answer = "".join(part for is_thought, part in self._splitter.feed(piece) if not is_thought)
-            n_before = len(text) - self._splitter.n_held - len(answer)
+            n_before = max(len(text) - self._splitter.n_held - len(answer), 0)
             if not answer:
                 self._held = text[n_before:]
                 return text[:n_before]
