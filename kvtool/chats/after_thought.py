@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtool.chats.stops import n_begun
-from kvtool.chats.thinking import Tags
+from kvtool.chats.thinking import Tags, n_begun
 from kvtool.llama.grammar.constraint import Constraint, Matcher, Vocabulary
 from kvtool.llama.grammar.triggered import Triggered
 
@@ -45,8 +44,8 @@ class AfterThought(Constraint):
     inner: constraint of the answer. None if any answer is allowed.
     header: reply header. It may open or close a thought. Otherwise the model decides whether to think.
     budget: maximum tokens of the thought, without its tags; None for no limit.
-    may_call: True if a tool call may follow `Tags.bare_end`. The answer then begins after this text, and the
-    inner constraint must allow `Tags.plain` before other answers.
+    may_call: True if a tool call, or another thought, may follow `Tags.bare_end`. The answer then begins
+    after this text, and the inner constraint must allow `Tags.plain` before other answers.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class AfterThought(Constraint):
         self._inner, self._budget = inner, budget
         self._is_free = inner is None or isinstance(inner, Triggered)
         self._tags = Tags(tags.start, tags.bare_end) if may_call else tags
+        self._plain, self._may_call = tags.plain.encode(), may_call
         self._max_breaks = 0 if may_call else _MAX_BREAKS
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
@@ -84,6 +84,8 @@ class AfterThought(Constraint):
     def mask(self) -> np.ndarray | None:
         if self._place is _Place.THOUGHT and self._forced:
             return self._vocabulary.mask_of(self._forced[:1])
+        if self._place is _Place.START and self._plain and self._is_free and self._is_used_up:
+            return ~self._vocabulary.mask_of(self._opening_thoughts())
         if self._inner is None or (self._is_free and self._place is not _Place.ANSWER):
             return None
         if self._place is _Place.START:
@@ -107,6 +109,8 @@ class AfterThought(Constraint):
             return self._think(token, piece)
         if self._inner is None or self._inner.accept(token):
             self._place = _Place.ANSWER
+            if self._may_call and self._is_free:
+                self._find_next(piece)
             return True
         self._n_break += len(piece)
         return self._place is _Place.BREAK and not piece.strip(b"\n") and self._n_break <= self._max_breaks
@@ -161,12 +165,23 @@ class AfterThought(Constraint):
             self._place = _Place.ANSWER
         return goes_on or self._fits
 
+    def _find_next(self, piece: bytes) -> None:
+        """Add text of the answer. If it ends a message, the next message may be a thought."""
+        end, text = self._tags.end.encode(), self._held + piece
+        if text.endswith(end):
+            self._place, text = _Place.START, b""
+        self._held = text[max(len(text) - len(end) + 1, 0) :]
+
+    @property
+    def _is_used_up(self) -> bool:
+        return self._budget is not None and self._n_thought >= self._budget
+
     @property
     def _tags_at_start(self) -> list[tuple[bytes, _Place]]:
         """Tags with which a reply may begin, each with the position after the tag."""
         places = [(self._tags.plain, _Place.ANSWER), (self._tags.start, _Place.THOUGHT)]
-        if self._tags.plain and self._budget == 0:
-            # the budget allows no thought, so the reply must begin with the tag `plain`
+        if self._plain and self._is_used_up and not self._is_free:
+            # no further thought is allowed; if the answer is free, `_opening_thoughts` prevents a thought
             del places[1]
         return [(tag.encode(), place) for tag, place in places if tag]
 
@@ -181,6 +196,12 @@ class AfterThought(Constraint):
                 # `plain`, because the answer's constraint could forbid the text there
                 allowed += [n for n in tokens if place is _Place.THOUGHT or len(pieces[n]) <= len(rest)]
         return allowed
+
+    def _opening_thoughts(self) -> list[int]:
+        """Return the tokens that begin or continue the tag of a thought, but not the tag `plain`."""
+        held, start = self._held.lstrip(), self._tags.start.encode()
+        tokens = self._vocabulary.continuing(start[len(held) :]) if start.startswith(held) else []
+        return [n for n in tokens if not self._plain.startswith(held + self._vocabulary.pieces[n])]
 
     # tokens of a thought and its end tag
 
@@ -216,6 +237,11 @@ class AfterThought(Constraint):
         answer = text.lstrip(b"\n")
         if self._inner and not self._can_begin(self._inner, answer):
             return False
+        if self._may_call:
+            # a call, an answer or another thought follows
+            self._place, self._held, self._fits = _Place.START, b"", True
+            tokens = self._vocabulary.tokens_of(text)
+            return all(self._begin(token, self._vocabulary.pieces[token]) for token in tokens)
         if self._inner:
             for token in self._vocabulary.tokens_of(answer):
                 self._inner.accept(token)
@@ -243,8 +269,7 @@ class AfterThought(Constraint):
         return bad
 
     def _close_if_long(self) -> None:
-        is_long = self._budget is not None and self._n_thought >= self._budget
-        if self._place is _Place.THOUGHT and is_long:
+        if self._place is _Place.THOUGHT and self._is_used_up:
             self._close()
 
     def _close(self) -> None:

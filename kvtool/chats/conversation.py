@@ -110,6 +110,8 @@ class Conversation:
         Maximum tokens of a reply's thought, after which the end tag is forced. None for no limit.
     may_call
         True if a tool call may follow a thought: see `AfterThought`.
+    call
+        Text with which tool calls begin. "" if there are no tools.
     """
 
     id: str
@@ -128,7 +130,7 @@ class Conversation:
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
-        self.may_call = False
+        self.may_call, self.call = False, ""
         self.effort: str | None = None
         # position to which `finish_reply` rewinds; None if the reply must stay unchanged
         self._before_reply: TurnEnd | None = None
@@ -371,7 +373,9 @@ class Conversation:
             splitter, text = self.splitter(), "".join(self._written)
             before, reply = self.messages, _reply(text, template, splitter, self.opening)
             self.messages = [*before, reply]
-            stays = splitter.had_thought and not template.drops_thoughts
+            # some models write control tokens after the answer, which must not stay
+            is_last = text.endswith(without_thought(text, self.splitter()))
+            stays = splitter.had_thought and is_last and not template.drops_thoughts
             self.finish_reply(None if stays else header.lead_of(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Generator[str, None, None]:
@@ -391,7 +395,7 @@ class Conversation:
         can_change = may_change and self._has_header and self.writer.engine.can_rewind
         self._before_reply = self.turn_end() if can_change else None
         if self.writer.read(self._lead):
-            for piece in self.writer.write(n_max):
+            for piece in self.writer.write(n_max, self.splitter_after_begun()):
                 self._written.append(piece)
                 yield piece
 
@@ -432,7 +436,12 @@ class Conversation:
 
         If a client gave the reply's beginning, feed this beginning to the splitter first.
         """
-        return Splitter(self.template.tags, is_open=bool(self.opening))
+        return Splitter(self.template.tags, is_open=bool(self.opening), call=self.call)
+
+    def splitter_after_begun(self) -> Splitter:
+        """Return a splitter for the part of the next reply after the beginning that a client gave."""
+        begun = self.header.begun
+        return self.splitter().after(begun) if begun else self.splitter()
 
     @property
     def opening(self) -> str:

@@ -12,6 +12,9 @@ from kvtool.errors import ModelError
 _GAP = "\n\n"
 """Text between two messages that are joined."""
 
+_NO_REPLY = "..."
+"""Text of a missing or empty reply, if a template needs a text."""
+
 
 class Roles:
     """Roles and orders of messages that a chat template takes, learned by rendering small chats.
@@ -31,7 +34,8 @@ class Roles:
 
         If the user and the model must alternate, successive messages of one role are joined. If the user
         speaks after a tool's result, the reply "..." is inserted before the user's message. If a chat must
-        begin with the user, an empty message of the user may be inserted at the beginning.
+        begin with the user, an empty message of the user may be inserted at the beginning. If a reply must
+        have a text, empty replies become "...".
         """
         fitted = [dict(message) for message in messages]
         n = sum(1 for _ in takewhile(_is_system, fitted))
@@ -41,6 +45,9 @@ class Roles:
             if n:
                 fitted[:n] = [{**fitted[0], "content": _GAP.join(part["content"] for part in fitted[:n])}]
                 n = 1
+        for message in fitted:
+            if _is_empty_reply(message) and not self._takes_empty_replies:
+                message["content"] = _NO_REPLY
         first, rest = fitted[:n], fitted[n:]
         if not self._takes_runs:
             rest = list(_in_turns(rest))
@@ -73,6 +80,16 @@ class Roles:
         return all(self._shows(*roles) for roles in [["assistant", "user"], *chats])
 
     @cached_property
+    def _takes_empty_replies(self) -> bool:
+        """True if the template renders a chat with a reply that has no text."""
+        roles = {"user": "kv0.", "assistant": ""}
+        try:
+            self._render([{"role": role, "content": text} for role, text in roles.items()])
+        except ModelError:
+            return not self._is_known
+        return True
+
+    @cached_property
     def _is_known(self) -> bool:
         """True if the template renders a chat with a single message of the user.
 
@@ -100,6 +117,11 @@ def _is_system(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "system")
 
 
+def _is_empty_reply(message: Mapping[str, Any]) -> bool:
+    is_empty = not (message.get("content") or message.get("tool_calls"))
+    return is_empty and message["role"] == "assistant"
+
+
 def _in_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the messages so that the user and the model alternate."""
     last: dict[str, Any] | None = None
@@ -114,7 +136,7 @@ def _in_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield last
             if role == "user" and (is_call or last["role"] == "tool"):
                 # a reply is missing here. Insert one that is not empty: some templates refuse an empty reply
-                yield {"role": "assistant", "content": "..."}
+                yield {"role": "assistant", "content": _NO_REPLY}
         last = message
     if last:
         yield last

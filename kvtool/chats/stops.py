@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import AnyStr
+
+from kvtool.chats.thinking import Splitter, n_begun
 
 
 class Stops:
     """Ends a text before a stop string. Text that may begin a stop string is held back.
+
+    splitter: separates the thought, in which stop strings have no effect. None if there are no thoughts.
 
     Attributes
     ----------
@@ -15,14 +18,24 @@ class Stops:
         The stop string that ended the text; "" if the text has not ended.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], splitter: Splitter | None = None) -> None:
         self.found = ""
         self._stops = stops
+        self._splitter = splitter if stops else None
         self._held = ""
 
     def feed(self, piece: str) -> str:
         """Add a piece. Return the new text that cannot belong to a stop string. It may be empty."""
         text = self._held + piece
+        if self._splitter:
+            answer = "".join(part for is_thought, part in self._splitter.feed(piece) if not is_thought)
+            n_before = max(len(text) - self._splitter.n_held - len(answer), 0)
+            if not answer:
+                self._held = text[n_before:]
+                return text[:n_before]
+            # the answer begins
+            self._splitter, self._held = None, ""
+            return text[:n_before] + self.feed(text[n_before:])
         # Choose the stop string that ends first: this choice does not depend on where the pieces end. If
         # several end at the same place, choose the longest
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
@@ -37,8 +50,3 @@ class Stops:
         """Return the text that is held back. Call this when a text ends without a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def n_begun(text: AnyStr, tag: AnyStr) -> int:
-    """Return the largest n below len(tag) for which the text ends with the first n characters of `tag`."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import datetime
@@ -211,8 +211,10 @@ class Template:
     @cached_property
     def _thought_name(self) -> str | None:
         """Name of the field with a message's thought; None if the template reads no such field."""
-        names = {node.attr for node in self.syntax.find_all(jinja2.nodes.Getattr)}
-        names |= {node.value for node in self.syntax.find_all(jinja2.nodes.Const)}
+        read = set(_fields_read(self.syntax))
+        # other variables, such as the parts of a content, may have fields of the same names
+        messages = {variable for variable, name in read if name == "role"}
+        names = {name for variable, name in read if variable in messages}
         return next((name for name in _THOUGHT_NAMES if name in names), None)
 
     @property
@@ -375,6 +377,23 @@ class Template:
 
 
 _USER: dict[str, Any] = {"role": "user", "content": "."}
+
+
+def _fields_read(syntax: jinja2.nodes.Template) -> Iterator[tuple[str, str]]:
+    """Yield (variable, name) for each variable of a template with a field that the template reads."""
+    nodes = jinja2.nodes
+    pairs: list[tuple[jinja2.nodes.Node, object]] = []
+    pairs += [(node.node, nodes.Const(node.attr)) for node in syntax.find_all(nodes.Getattr)]
+    pairs += [(node.node, node.arg) for node in syntax.find_all(nodes.Getitem)]
+    for call in syntax.find_all(nodes.Call):
+        # message.get("role")
+        pairs += [(call.node.node, arg) for arg in call.args[:1] if isinstance(call.node, nodes.Getattr)]
+    for compared in syntax.find_all(nodes.Compare):
+        # "role" in message
+        pairs += [(operand.expr, compared.expr) for operand in compared.ops]
+    for variable, name in pairs:
+        if isinstance(variable, nodes.Name) and isinstance(name, nodes.Const):
+            yield variable.name, str(name.value)
 
 
 def _made_up_tool() -> dict[str, Any]:

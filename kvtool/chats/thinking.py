@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
-
-from kvtool.chats.stops import n_begun
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum, auto
+from typing import TYPE_CHECKING, AnyStr, NamedTuple
 
 if TYPE_CHECKING:
     from kvtool.llama.loaded.model import Model
@@ -30,6 +29,23 @@ class Tags(NamedTuple):
 THINK = Tags("<think>", "</think>")
 """Tags of most models, assumed for a template without tags."""
 
+_GEMMA = Tags("<|channel>thought\n", "<channel|>")
+"""Gemma 4."""
+
+_GPT_OSS = Tags(
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "<|channel|>final<|message|>",
+)
+"""gpt-oss, in OpenAI's format Harmony. A reply has several messages, each with a header."""
+
+_KIMI = Tags(
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|><|open|>response<|sep|>",
+    "<|open|>response<|sep|>",
+)
+"""Kimi K3."""
+
 _KNOWN = (
     THINK,
     Tags("<seed:think>", "</seed:think>"),
@@ -41,22 +57,11 @@ _KNOWN = (
     Tags("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
     Tags("<thinking>", "</thinking>"),
     Tags("<reasoning>", "</reasoning>"),
-    # Gemma 4
-    Tags("<|channel>thought\n", "<channel|>"),
-    # gpt-oss
-    Tags(
-        "<|channel|>analysis<|message|>",
-        "<|end|><|start|>assistant<|channel|>final<|message|>",
-        "<|channel|>final<|message|>",
-    ),
+    _GEMMA,
+    _GPT_OSS,
     # Solar Open
     Tags("<|think|>", "<|end|><|begin|>assistant<|content|>", "<|content|>"),
-    # Kimi K3
-    Tags(
-        "<|open|>think<|sep|>",
-        "<|close|>think<|sep|><|open|>response<|sep|>",
-        "<|open|>response<|sep|>",
-    ),
+    _KIMI,
 )
 
 
@@ -70,32 +75,84 @@ def tags_in(*texts: str) -> Tags:
     return next(tags_found, THINK)
 
 
+class _Part(Enum):
+    """Part of a reply.
+
+    START: it is unknown which part begins. HEADER: the header of a message of gpt-oss. CALL: a tool call of
+    gpt-oss with its header, and everything after it.
+    """
+
+    START = auto()
+    HEADER = auto()
+    THOUGHT = auto()
+    ANSWER = auto()
+    CALL = auto()
+
+
+_Marks = Mapping[_Part, Mapping[str, _Part]]
+"""For each part, the texts that end it, and the part after each of these texts.
+
+If other text follows START, it is an answer.
+"""
+
+
+def _marks_of(tags: Tags) -> _Marks:
+    start, _, plain = tags
+    end = tags.bare_end
+    opens = {start: _Part.THOUGHT, **({plain: _Part.ANSWER} if plain else {})}
+    # after `bare_end`, `plain`, a tool call or another thought may follow
+    marks = {_Part.START: opens, _Part.THOUGHT: {end: _Part.START if plain else _Part.ANSWER}}
+    if tags == _GEMMA:
+        # Gemma sometimes leaves out the line break, writes a tag twice, or writes tags after its answer
+        opens = {**dict.fromkeys((start, start.rstrip(), "<|channel>"), _Part.THOUGHT), end: _Part.START}
+        thought = {start: _Part.THOUGHT, end: _Part.START}
+        return {_Part.START: opens, _Part.THOUGHT: thought, _Part.ANSWER: thought | {end: _Part.ANSWER}}
+    if tags == _KIMI:
+        opens["<|close|>message<|sep|>"] = _Part.START
+        return marks | {_Part.ANSWER: {"<|close|>response<|sep|>": _Part.START}}
+    if tags == _GPT_OSS:
+        # the recipient of a call may come first in a header
+        opens = dict.fromkeys(("<|channel|>", "to="), _Part.HEADER)
+        header, answer = {"<|message|>": _Part.ANSWER}, {end: _Part.START}
+        return marks | {_Part.START: opens, _Part.HEADER: header, _Part.ANSWER: answer}
+    return marks
+
+
+_GAP = "\n\n"
+"""Text between two messages of gpt-oss that are both thoughts, or both answers."""
+
+
 class Splitter:
     """Splits a reply into its thought and its answer, piece by piece.
 
     A thought can only be at the beginning of a reply, or directly after another thought. Later tags are
-    ordinary text. Line breaks between the thought and the answer belong to neither.
+    ordinary text, except in the formats with control tokens that `_marks_of` lists. Line breaks between the
+    thought and the answer belong to neither.
+
+    Some models begin a tool call without ending their thought. If a thought never ends, the answer begins at
+    the first call in it. If the thought does end, the call is a part of it.
 
     is_open: True if the reply header opens the thought.
+    call: text with which tool calls begin. "" if there are no tools.
     """
 
-    def __init__(self, tags: Tags, *, is_open: bool = False) -> None:
-        self._tags = tags
-        self._held = ""
-        # None while it is unknown whether the reply begins with a thought
-        self._is_thought: bool | None = True if is_open else None
+    def __init__(self, tags: Tags, *, is_open: bool = False, call: str = "") -> None:
+        self._start, self._marks, self._call = tags.start, _marks_of(tags), call
+        self._part = _Part.THOUGHT if is_open else _Part.START
+        self._held = self._header = ""
         self.had_thought = is_open
-        self._has_answer = False
+        # kinds of text so far: True for a thought, False for an answer
+        self._kinds: set[bool] = set()
+        # text before the next text, if there is earlier text of the same kind
+        self._gap = ""
 
-    @classmethod
-    def behind(cls, tags: Tags, begun: str) -> Splitter:
-        """Return a splitter for the rest of a reply. begun: beginning of the reply, not empty."""
-        splitter = cls(tags)
-        if not begun.lstrip().startswith(tags.start):
-            splitter._is_thought = False
-        for _ in splitter.feed(begun):
+    def after(self, begun: str) -> Splitter:
+        """Read the beginning of the reply, and return this splitter for the rest. begun: not empty."""
+        if not begun.lstrip().startswith(self._start):
+            self._part = _Part.ANSWER
+        for _ in self.feed(begun):
             pass
-        return splitter
+        return self
 
     @classmethod
     def of_earlier(cls, tags: Tags, content: str) -> Splitter:
@@ -105,52 +162,95 @@ class Splitter:
         """
         return cls(tags, is_open=tags.end in content and tags.start not in content)
 
+    @property
+    def n_held(self) -> int:
+        """Number of characters at the end of the text so far that are held back."""
+        return len(self._held)
+
     def feed(self, piece: str) -> Iterator[tuple[bool, str]]:
         """Yield (is_thought, text). Text that may begin a tag is held back until the next piece."""
         text, self._held = self._held + piece, ""
-        (start, _, plain), end = self._tags, self._tags.bare_end
-        while self._is_thought is not False:
-            if self._is_thought is None:
-                bare = text.lstrip()
-                if bare.startswith(start):
-                    self._is_thought = self.had_thought = True
-                    text = bare[len(start) :]
-                elif plain and bare.startswith(plain):
-                    self._is_thought = False
-                    text = bare[len(plain) :]
-                elif start.startswith(bare) or plain.startswith(bare):
+        while True:
+            marks = self._marks.get(self._part, {})
+            # the first mark in the text; of several marks there, the longest
+            places = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
+            at, _, mark = min(places, default=(0, 0, ""))
+            if self._part is _Part.START and text[: at if mark else None].strip():
+                if not mark and any(each.startswith(text.lstrip()) for each in marks):
                     self._held = text
                     return
-                else:
-                    self._is_thought = False
+                self._part = _Part.ANSWER
                 continue
-            thought, is_closed, text = text.partition(end)
-            if not is_closed:
-                n = n_begun(thought, end)
-                self._held = thought[len(thought) - n :]
-                thought = thought[: len(thought) - n]
-            if thought:
-                yield True, thought
-            if not is_closed:
+            is_longer = any(len(each) > len(mark) and each.startswith(text[at:]) for each in marks)
+            if not mark or is_longer:
+                at = 0 if self._part is _Part.START else at if mark else self._n_certain(text, marks)
+                self._held = text[at:]
+                yield from self._texts(text[:at])
                 return
-            # `plain`, a tool call or another thought may follow
-            self._is_thought = None if plain else False
-        yield from self._answer(text)
+            if self._part is not _Part.START:
+                yield from self._texts(text[:at])
+            text = text[at + len(mark) :]
+            yield from self._begin(mark, marks[mark])
 
     def end(self) -> Iterator[tuple[bool, str]]:
         """Yield the text that `feed` has held back. Called at the end of the reply."""
         text, self._held = self._held, ""
-        if not self._is_thought:
-            yield from self._answer(text)
-        elif text:
-            yield True, text
+        if self._part is _Part.THOUGHT and not (self._call and text.startswith(self._call)):
+            yield from self._texts(text)
+            return
+        # an incomplete header is text
+        text, self._header = self._header + text, ""
+        self._part = _Part.ANSWER
+        yield from self._texts(text)
 
-    def _answer(self, text: str) -> Iterator[tuple[bool, str]]:
-        if self.had_thought and not self._has_answer:
+    def _n_certain(self, text: str, marks: Iterable[str]) -> int:
+        """Return how many characters of a text without marks belong to the present part in any case."""
+        calls = [self._call] if self._call and self._part is _Part.THOUGHT else []
+        for call in calls:
+            if (at := text.find(call)) >= 0:
+                return at
+        return len(text) - max((n_begun(text, tag) for tag in (*marks, *calls)), default=0)
+
+    def _begin(self, mark: str, part: _Part) -> Iterator[tuple[bool, str]]:
+        """Begin the part after a mark."""
+        header, self._header = self._header + mark, ""
+        if part is _Part.HEADER:
+            self._header = mark
+        elif self._part is _Part.HEADER:
+            part, self._gap = _part_after(header, has_tools=bool(self._call)), _GAP
+        self._part = part
+        self.had_thought |= part is _Part.THOUGHT
+        if part is _Part.CALL:
+            yield from self._texts(header)
+
+    def _texts(self, text: str) -> Iterator[tuple[bool, str]]:
+        """Yield text of the present part."""
+        if self._part is _Part.HEADER:
+            self._header += text
+            return
+        is_thought = self._part is _Part.THOUGHT
+        if not is_thought and self.had_thought and False not in self._kinds:
             text = text.lstrip("\n")
-        if text:
-            self._has_answer = True
-            yield False, text
+        if not text:
+            return
+        if is_thought in self._kinds:
+            text = self._gap + text
+        self._gap = ""
+        self._kinds.add(is_thought)
+        yield is_thought, text
+
+
+def _part_after(header: str, *, has_tools: bool) -> _Part:
+    """Return the part after the header of a message of gpt-oss."""
+    if has_tools and "to=functions." in header:
+        return _Part.CALL
+    channel = header.rpartition("<|channel|>")[2]
+    return _Part.THOUGHT if channel.lstrip().startswith("analysis") else _Part.ANSWER
+
+
+def n_begun(text: AnyStr, tag: AnyStr) -> int:
+    """Return the largest n below len(tag) for which the text ends with the first n characters of `tag`."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def control_tokens(model: Model, tags: Tags) -> frozenset[int]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtool.chats.loops import Loop
 from kvtool.chats.stops import Stops
+from kvtool.chats.thinking import Splitter
 from kvtool.drafts.drafter import Drafter
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError, UsageError
@@ -237,17 +238,19 @@ class Writer:
             self._mark_decoded(self.engine.n_past - before)
         return not len(self._unread)
 
-    def write(self, n_max: int | None = None) -> Iterator[str]:
+    def write(self, n_max: int | None = None, splitter: Splitter | None = None) -> Iterator[str]:
         """Sample until the model ends its turn, n_max tokens are written, `stop` is set, or the text loops.
 
         Reads unread tokens first. No piece ends in the middle of a character. The text also ends before a
         stop string of the sampler's settings. The stop string's tokens stay in the stream, because the tokens
         that the policy evicted for them cannot be restored.
 
+        splitter: see `Stops`.
+
         Raises StreamEnd if the cache or the positions are used up. Raises UsageError if nothing has been
         read, or if no token fits the grammar.
         """
-        stops = Stops(self.sampler.settings.stop)
+        stops = Stops(self.sampler.settings.stop, splitter)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.n_written = 0
         self.is_cut, self.stopped_by, self.ending, self.loop = n_max == 0, "", None, None

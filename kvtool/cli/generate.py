@@ -116,7 +116,7 @@ def generate(
         writer.ends_loops = generation.stop_loops == "on"
         likely = None if output.logprobs is None else _record_logprobs(writer, output.logprobs)
         interrupt.stops(writer)
-        reply = ReplyText()
+        reply, stops_after = ReplyText(), None
         if template.raw:
             whole, prefix = escaped(request), escaped(first)
         else:
@@ -125,6 +125,7 @@ def generate(
             splitter = Splitter(chats.tags, is_open=chats.opens_thought)
             hides = output.hide_thinking or is_constrained(generation)
             reply = ReplyText(splitter, chats.opening, hides=hides)
+            stops_after = Splitter(chats.tags, is_open=chats.opens_thought)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         notice = before_text(engine, opened.run, "prompt", len(tokens), opened.info)
@@ -133,7 +134,10 @@ def generate(
             is_read = writer.read(tokens)
         if is_read:
             read_s, started = time.monotonic() - started, time.monotonic()
-            full = _write(writer, generation.n, reply, likely, aloud=not as_json)
+            pieces = writer.write(generation.n, stops_after)
+            if likely is not None:
+                pieces = _without_stop(pieces, writer, likely)
+            full = _write(pieces, reply, aloud=not as_json)
             thought = "" if output.hide_thinking else reply.thought
             write_s = time.monotonic() - started
             answer = _Answer(reply.answer, thought, full, len(tokens), read_s, write_s)
@@ -309,26 +313,24 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
     return likely
 
 
-def _write(
-    writer: Writer, n: int | None, reply: ReplyText, likely: list[dict[str, Any]] | None, *, aloud: bool
-) -> StreamEnd | None:
-    """Write an answer of at most n tokens. Return the error if the cache became full.
+def _without_stop(pieces: Iterator[str], writer: Writer, likely: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the pieces of an answer. Then remove the tokens of a stop string from the log-probabilities."""
+    n_shown = 0
+    for piece in pieces:
+        n_shown = writer.n_written
+        yield piece
+    if writer.stopped_by:
+        # the tokens since the last piece belong to the stop string
+        del likely[n_shown:]
 
-    likely: log-probabilities of the tokens, or None. The tokens of a stop string are removed.
+
+def _write(pieces: Iterator[str], reply: ReplyText, *, aloud: bool) -> StreamEnd | None:
+    """Write the pieces of an answer. Return the error if the cache became full.
+
     aloud: True to write each piece to stdout at once. In this case the error is raised, not returned.
     """
-
-    def pieces() -> Iterator[str]:
-        n_shown = 0
-        for piece in writer.write(n):
-            n_shown = writer.n_written
-            yield piece
-        if likely and writer.stopped_by:
-            # the tokens since the last piece belong to the stop string
-            del likely[n_shown:]
-
     try:
-        for text in reply.texts(pieces()):
+        for text in reply.texts(pieces):
             if aloud:
                 sys.stdout.write(text)
                 sys.stdout.flush()

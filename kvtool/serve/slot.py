@@ -16,7 +16,7 @@ from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import Offsets, logprobs, unknown
 from kvtool.chats.template import RAW, TemplateError
-from kvtool.chats.thinking import Splitter, without_thought
+from kvtool.chats.thinking import without_thought
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, StreamEnd, UsageError
@@ -184,6 +184,7 @@ class Slot:
         conversation.may_call = rendering.may_call(request)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         tags = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
+        conversation.call = rendering.format.opening if callable_tools else ""
         self._start(job, request, conversation.shown | tags, rules)
         if request.begun:
             # call this before the prompt is read: it raises an error if a grammar forbids the text with which
@@ -194,15 +195,13 @@ class Slot:
             return
         conversation.set_messages(request.messages)
         parser = _parser(rendering, request, callable_tools)
-        begun = request.begun
-        splitter = Splitter.behind(conversation.template.tags, begun) if begun else conversation.splitter()
-        reply = Reply(splitter, parser)
+        reply = Reply(conversation.splitter_after_begun(), parser)
         pieces = conversation.write(self._most_tokens(request), may_change=rendering.template.has_thoughts)
         job.emit({"kind": "read"})
         written = self._write(job, request, pieces, reply)
         # the message in the form in which the client will send it back
         message = dict(reply.message)
-        message["content"] = without_thought(begun, conversation.splitter()) + message["content"]
+        message["content"] = without_thought(request.begun, conversation.splitter()) + message["content"]
         if not request.sends_thoughts:
             message.pop("reasoning_content", None)
         if parser and parser.has_left_out:

@@ -277,3 +277,14 @@ def test_chat_with_tools_continues_if_the_template_lacks_system_and_tools(tmp_pa
             assert usage["prompt_tokens_details"]["cached_tokens"] == n_all
             n_all = usage["total_tokens"]
             turns += [answer["choices"][0]["message"], *more]
+
+
+def test_empty_reply_gets_a_text_if_the_template_needs_one():
+    refuses = CHATML.replace(
+        "<{{ m.role", "{% if not m.content %}{{ raise_exception('no') }}{% endif %}<{{ m.role"
+    )
+    chat = [
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", ""), ("user", "b"))
+    ]
+    assert Template(refuses, "", "").render(chat) == "<user>a<assistant>...<user>b<a>"
+    assert Template(CHATML, "", "").render(chat) == "<user>a<assistant><user>b<a>"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from kvtool import policies
 from kvtool.chats.conversation import Conversation, transcript
+from kvtool.chats.stops import Stops
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter, Tags, tags_in, without_thought
 from kvtool.chats.writer import Writer
@@ -89,6 +91,69 @@ HEADED = (
 )
 def test_header_of_the_answer_is_not_part_of_the_answer(text, thought, answer, n):
     assert parts(text, n, tags=HEADERS) == (thought, answer)
+
+
+@pytest.mark.parametrize("n", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("sign", "text", "thought", "answer"),
+    [
+        ("<channel|>", "<|channel>thought\nHm<channel|>Yes.<|channel>thought\n<channel|>", "Hm", "Yes."),
+        ("<channel|>", "<|channel>thought\nHm<channel|>Yes.<channel|>", "Hm", "Yes."),
+        ("<channel|>", "<|channel>thought<channel|>Yes.", "", "Yes."),
+        ("<channel|>", "<|channel><|channel>thought\n<channel|>Yes.", "", "Yes."),
+        ("<channel|>", "Yes.<|channel>thought\nHm<channel|> No.", "Hm", "Yes. No."),
+        ("<channel|>", "Yes. <|chan", "", "Yes. <|chan"),
+        (
+            "<|open|>think<|sep|>",
+            "<|open|>think<|sep|>Hm<|close|>think<|sep|><|open|>response<|sep|>Yes."
+            "<|close|>response<|sep|><|close|>message<|sep|>",
+            "Hm",
+            "Yes.",
+        ),
+    ],
+)
+def test_control_tokens_of_thoughts_are_not_part_of_the_answer(sign, text, thought, answer, n):
+    assert parts(text, n, tags=tags_in(sign)) == (thought, answer)
+
+
+@pytest.mark.parametrize("n", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("One.\n\nTwo.</think>\n\nYes.\n\nNo.", "One.\n\nTwo.</think>\n\nYes."),
+        ("One.\n\nTwo.", "One.\n\nTwo."),
+        ("</think>\n\n", "</think>\n\n"),
+    ],
+)
+def test_stop_strings_end_only_the_answer(text, shown, n):
+    stops, written = Stops(["\n\n"], Splitter(THINK, is_open=True)), ""
+    for i in range(0, len(text), n):
+        written += stops.feed(text[i : i + n])
+        if stops.found:
+            break
+    assert written + stops.rest() == shown
+    assert bool(stops.found) == (shown != text)
+
+
+def test_stop_string_of_a_chat_is_not_searched_in_the_thought(talk):
+    chat = talk(KEEPS)
+    chat.writer.sampler.change(replace(chat.writer.sampler.settings, stop=("\n\n",)))
+    says(chat, "<think>\nOne.\n\nTwo.</think>\n\nYes.\n\nNo.")
+    assert "".join(chat.reply("And?")) == "<think>\nOne.\n\nTwo.</think>\n\nYes."
+    assert chat.writer.stopped_by == "\n\n"
+
+
+def test_thought_is_read_from_a_field_of_messages_only():
+    block = "{% for b in m['content'] if b['type'] == 'thinking' %}{{ b['thinking'] }}{% endfor %}"
+    loop = "{% for m in messages %}{{ m['role'] }}BODY{% endfor %}"
+    bodies = {
+        "{{ m.reasoning }}": True,
+        "{{ m['thinking'] }}": True,
+        "{{ m.get('thought') }}": True,
+        "{{ 'thinking' in m }}": True,
+        block: False,
+    }
+    assert {body: Template(loop.replace("BODY", body), "", "").takes_thoughts for body in bodies} == bodies
 
 
 def test_thought_tags_are_found_in_the_template_source():

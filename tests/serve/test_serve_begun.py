@@ -92,7 +92,7 @@ def test_messages_api_refuses_a_begun_reply_with_blanks_at_its_end():
 
 def test_splitter_continues_after_a_begun_reply():
     def parts(begun, text):
-        splitter = Splitter.behind(THINK, begun)
+        splitter = Splitter(THINK).after(begun)
         return [*splitter.feed(text), *splitter.end()]
 
     assert parts("So", "<think>x</think>y") == [(False, "<think>x</think>y")]

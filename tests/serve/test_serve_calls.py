@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import random
 import re
+from contextlib import closing
 from functools import lru_cache
 
 import pytest
 
-from kvtool.chats.thinking import THINK, Splitter
+from kvtool.chats.template import Template
+from kvtool.chats.thinking import THINK, Splitter, tags_in
+from kvtool.llama.loaded.model import Model
 from kvtool.serve.reply import Reply
 from kvtool.serve.tools import calls as parsing
 from kvtool.serve.tools import fitting, formats
 from kvtool.serve.tools.calls import Call, Parser
+from kvtool.serve.tools.conversion import for_template
 from kvtool.serve.tools.formats import HERMES, LLAMA, Format
+from kvtool.serve.tools.values import typed
+from tests import tiny
+from tests.chats import published_templates
+from tests.chats.published_templates import needs_published
+from tests.serve.slot_requests import dictated_slot
 from tests.serve.test_serve_tools import TOOLS, tool
 from tests.serve.written_calls import BLOCKS, NO_BLOCKS, NOW, OPENS, TRICKY, WRITTEN
 
@@ -166,6 +175,24 @@ def test_call_after_a_thought_is_found_and_a_call_in_it_is_not(format, text, cal
     assert thought == f"\nI call it: {text}\n"
 
 
+@each_format
+def test_call_in_a_thought_that_never_ends_is_found(format):
+    # the template tells models to write calls in this form; a call of gpt-oss has its own header
+    text, calls = format.written([TRICKY]), [TRICKY]
+    if not format.opening or format is formats.HARMONY:
+        pytest.skip("calls of this format begin with no tag, or with a header")
+    for n in (1, 4, 1000):
+        reply = Reply(Splitter(THINK, is_open=True, call=format.opening), Parser(format, TOOLS))
+        whole = f"I could call {text[:3]}.\n{text}"
+        deltas = [delta for i in range(0, len(whole), n) for delta in reply.feed(whole[i : i + n])]
+        deltas += reply.end()
+        message = reply.message
+        assert (message["content"], message["reasoning_content"]) == ("", f"I could call {text[:3]}.\n")
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+        functions = [call["function"] for call in message["tool_calls"]]
+        assert [(each["name"], json.loads(each["arguments"])) for each in functions] == calls
+
+
 @pytest.mark.share(2, "format")
 @each_format
 @pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
@@ -220,15 +247,20 @@ def test_call_is_found_after_a_tag_that_opens_no_call(format):
             "<|start|>assistant to=functions.now<|channel|>commentary<|message|>{}",
             ["I look.", NOW],
         ),
-        ("I look.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", ["I look.Yes."]),
+        ("I look.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", ["I look.\n\nYes."]),
         ("Write to=functions.now in it.", ["Write to=functions.now in it."]),
     ],
 )
 def test_headers_of_gpt_oss_are_not_text(text, expected):
-    check_cuts(formats.HARMONY, text, expected)
-    # a header does not count as the only call
-    parser = Parser(formats.HARMONY, TOOLS, one_call=True)
-    assert joined([*parser.feed(text), *parser.end()]) == expected
+    for n in (1, 3, len(text)):
+        # a header does not count as the only call
+        parser = Parser(formats.HARMONY, TOOLS, one_call=n == 3)
+        splitter = Splitter(tags_in("<|channel|>analysis<|message|>"), call=formats.HARMONY.opening)
+        pieces = [text[i : i + n] for i in range(0, len(text), n)]
+        parts = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
+        assert not any(is_thought for is_thought, _ in parts)
+        events = [event for _, part in parts for event in parser.feed(part)]
+        assert joined([*events, *parser.end()]) == expected
 
 
 @each_format
@@ -486,3 +518,32 @@ def test_invalid_parts_of_a_schema_name_no_types():
     text = formats.XML.written([("f", {"list": "1", "number": "1", "choice": "1"})])
     expected = {"list": "1", "number": 1, "choice": "1"}
     assert parsed(formats.XML, [text], [tool("f", schema)]) == [("f", expected)]
+
+
+def test_objects_and_lists_of_python_in_a_parameter_are_parsed():
+    schema = {"properties": {"list": {"type": "array"}, "text": {"type": "string"}}}
+    for text, value in (("['a', True]", ["a", True]), ("{'a': None}", {"a": None}), ("['a' b]", "['a' b]")):
+        assert typed(text, "list", schema) == value
+        assert typed(text, "text", schema) == text
+
+
+@needs_published
+@pytest.mark.engine
+@pytest.mark.parametrize("sends", [True, False], ids=["sends thoughts", "keeps thoughts"])
+def test_cache_with_a_call_in_an_open_thought_equals_a_fresh_reading(tmp_path, sends):
+    source = published_templates.templates()["Qwen3.5-4B"]
+    tiny.write_llama(tmp_path / "t.gguf", n_ctx_train=4096, control=("<|im_start|>", "<|im_end|>"))
+    with closing(Model(tmp_path / "t.gguf")) as model, dictated_slot(model, source, tmp_path) as serve:
+        user = {"role": "user", "content": "Hi"}
+        message = serve([user], f"I call.\n{formats.XML.written([NOW])}", tools=TOOLS)["message"]
+        (call,) = message["tool_calls"]
+        assert (message["content"], message["reasoning_content"]) == ("", "I call.\n")
+        if not sends:
+            del message["reasoning_content"]
+        messages = [user, message, {"role": "tool", "tool_call_id": call["id"], "content": "Noon."}]
+        end = serve(messages, "Hm.</think>\n\nNoon.", tools=TOOLS)
+        assert (end["message"]["content"], end["n_cached"] > 0) == ("Noon.", True)
+        expected = Template(source, "", "").render(
+            for_template(messages, Template(source, "", "")), tools=TOOLS
+        )
+        assert serve.prompt in (expected, expected.removesuffix("<think>\n"))

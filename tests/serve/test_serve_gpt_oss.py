@@ -7,11 +7,14 @@ from contextlib import closing
 
 import pytest
 
+from kvtool.chats.after_thought import AfterThought
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import Splitter, apart, tags_in
+from kvtool.llama.grammar.constraint import Vocabulary
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.tools.conversion import for_template
+from kvtool.serve.tools.formats import HARMONY
 from tests import tiny
 from tests.chats import published_templates
 from tests.chats.published_templates import needs_published
@@ -26,7 +29,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": [
 IN_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}
 
 THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-NEXT = "<|end|><|start|>assistant"
+NEXT, LOOKS = "<|end|><|start|>assistant", "<|channel|>commentary<|message|>I look."
 CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "a wall"}'
 RESULT = '<|call|><|start|>functions.look to=assistant<|channel|>commentary<|message|>"A wall."'
 USER = {"role": "user", "content": "Look around."}
@@ -51,17 +54,24 @@ def model(tmp_path_factory):
     [
         (f"{THOUGHT}Hm.{NEXT}{FINAL}Yes.", ("Hm.", "Yes.")),
         (f"{THOUGHT}Hm.{NEXT}{CALL}", ("Hm.", CALL)),
-        (f"{THOUGHT}Hm.{NEXT}{THOUGHT}So.{NEXT}{FINAL}Yes.", ("Hm.So.", "Yes.")),
-        (f"{FINAL}Yes.{NEXT}{FINAL}", ("", f"Yes.{NEXT}{FINAL}")),
+        (f"{THOUGHT}Hm.{NEXT}{THOUGHT}So.{NEXT}{FINAL}Yes.", ("Hm.\n\nSo.", "Yes.")),
+        (f"{FINAL}Yes.{NEXT}{FINAL}", ("", "Yes.")),
         (CALL, ("", CALL)),
+        (f"{FINAL.replace('<|m', ' <|constrain|>json<|m')}{{}}", ("", "{}")),
+        (f"{LOOKS}{NEXT}{THOUGHT}Hm.{NEXT}{LOOKS}{NEXT}{FINAL}Yes.", ("Hm.", "I look.\n\nI look.\n\nYes.")),
+        (f"<|channel|>commentary to=assistant{THOUGHT}Hm.{NEXT}{FINAL}Yes.", ("Hm.", "Yes.")),
+        ("<|channel|>fin", ("", "<|channel|>fin")),
     ],
 )
 def test_thought_ends_before_a_call_or_an_answer(text, parts, n):
-    splitter = Splitter(tags_in(THOUGHT))
+    splitter = Splitter(tags_in(THOUGHT), call=HARMONY.opening)
     pieces = [part for i in range(0, len(text), n) for part in splitter.feed(text[i : i + n])]
     pieces += splitter.end()
     joined = ("".join(piece for kind, piece in pieces if kind is is_thought) for is_thought in (True, False))
-    assert tuple(joined) == parts == apart(text, Splitter(tags_in(THOUGHT)))
+    assert tuple(joined) == parts
+    # without tools, a call is a message like any other
+    without = apart(text, Splitter(tags_in(THOUGHT)))
+    assert without == tuple(part.replace(CALL, '{"at": "a wall"}') for part in parts)
 
 
 def test_template_gets_one_call_with_its_thought_or_text(source):
@@ -109,6 +119,31 @@ def test_engine_reads_only_the_result_after_a_call(model, source, tmp_path, poli
         assert (end["message"]["content"], end["finish"]) == ("It is a room.", "stop")
         # the thought of an answer is not kept
         assert serve.text == f"{read}{RESULT}{NEXT}{FINAL}It is a room."
+
+
+@pytest.mark.parametrize("may_call", [True, False])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_budget_limits_all_thoughts_of_a_reply_together(model, thinks, may_call):
+    def tokens(text):
+        return Vocabulary.of(model).tokens_of(text.encode())
+
+    def allows(token):
+        mask = constraint.mask()
+        return mask is None or bool(mask[token >> 5] >> (token & 31) & 1)
+
+    # two thoughts, or only one if no tool may be called. The end tag counts until its last token
+    thoughts = [f"{THOUGHT}a{NEXT}", f"{THOUGHT}bc"][not may_call :] if thinks else []
+    budget = sum(len(tokens(text.removeprefix(THOUGHT))) for text in thoughts) - (len(thoughts) > 1)
+    constraint = AfterThought(None, model, tags_in(THOUGHT), "<|start|>assistant", budget, may_call=may_call)
+    written = [token for text in (*thoughts, *[NEXT] * thinks) for token in tokens(text)]
+    written += tokens(f"{LOOKS}{NEXT}") if may_call else []
+    for token in written:
+        assert allows(token)
+        assert constraint.accept(token)
+    (header,), name, final = tokens("<|channel|>"), tokens("analysis")[0], tokens("final")[0]
+    assert allows(header)
+    assert constraint.accept(header)
+    assert (allows(name), allows(final)) == (False, True)
 
 
 @pytest.mark.engine

@@ -381,6 +381,7 @@ def test_tools_text_lists_tools_and_an_example_call():
         ("{{ tools }} [TOOL_CALLS] + name + [ARGS]", formats.MISTRAL_ARGS),
         ("{{ tools }} <|tool_call|>", formats.GRANITE),
         ("{{ tools }} <TOOLCALL>[", formats.NEMOTRON),
+        ("{{ tools }} <function=example_function_name>{} <|python_tag|>", formats.FUNCTIONARY),
         ("{{ tools }} <|python_tag|>", formats.LLAMA),
         ('{{ tools }} {"name": function name, "parameters": dictionary', formats.LLAMA),
         ("List of tools: <|tool_list_start|>[{{ tools }}", formats.LFM2),

@@ -231,6 +231,18 @@ WRITTEN = {
             [("weather", {"city": '}<tool_call|>{"\\'})],
         ),
     },
+    "functionary": {
+        "one": ('<function=weather>{"city": "Zurich", "unit": "C"}</function>', [ZURICH]),
+        "two": (
+            '<function=weather>{"city": "Zurich", "unit": "C"}</function><function=now>{}</function>',
+            [ZURICH, NOW],
+        ),
+        "without the last tag": ("<function=now>{} ", [NOW]),
+        "a tag in a text": (
+            '<function=weather>{"city": "</function>}{"}</function>',
+            [("weather", {"city": "</function>}{"})],
+        ),
+    },
     "harmony": {
         "one": (
             "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
@@ -261,6 +273,7 @@ OPENS = {
     "apriel": "<tool_calls>",
     "cohere": "<|START_ACTION|>",
     "minimax": "<minimax:tool_call>",
+    "functionary": "<function=",
     "harmony": "to=functions.",
 }
 

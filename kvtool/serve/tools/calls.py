@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvtool.chats.stops import n_begun
+from kvtool.chats.thinking import n_begun
 from kvtool.serve.tools import formats
 from kvtool.serve.tools.fitting import fits
 from kvtool.serve.tools.formats import Format
@@ -405,6 +405,14 @@ def _function(source: _GrowingText, tools: Tools) -> _Read:
     return [(name, arguments)]
 
 
+def _json_function(source: _GrowingText, tools: Tools) -> _Read:
+    name = yield from source.name(tools)
+    yield from source.expect(">")
+    arguments = arguments_in_json((yield from source.json()))
+    yield from source.accept_spaced("</function>")
+    return [(name, arguments)]
+
+
 def _parameters(
     source: _GrowingText,
     tool: Mapping[str, Any],
@@ -478,13 +486,11 @@ def _gemma(source: _GrowingText, tools: Tools) -> _Read:
 
 
 def _harmony(source: _GrowingText, tools: Tools) -> _Read:
-    """Read the header of a message, and the arguments if it names a tool. Otherwise leave the header out.
+    """Read a message to a tool: its header and the arguments. `Splitter` reads all other headers.
 
     The reply header has the beginning of the first message's header. Therefore any tag may come first.
     """
     source.at = 0
-    if (yield from source.accept("<|end|>")) and not (yield from source.accept("<|start|>")):
-        return []
     yield from source.accept("<|start|>")
     yield from source.accept("assistant")
     # the recipient is in the first or in the second part of the header
@@ -497,11 +503,11 @@ def _harmony(source: _GrowingText, tools: Tools) -> _Read:
         _no_call()
     if is_call:
         name = _AFTER_NAME.split(recipient, 1)[0]
-    if not name:
-        return []
+    if name not in tools:
+        _no_call()
     arguments = arguments_in_json((yield from source.json()))
     yield from source.accept("<|call|>")
-    return [(name, arguments)] if name in tools else _no_call()
+    return [(name, arguments)]
 
 
 _RECIPIENT = "to=functions."
@@ -514,11 +520,12 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.NEMOTRON.name: {"<TOOLCALL>": _closed("</TOOLCALL>")},
     formats.LLAMA.name: {"<|python_tag|>": _json},
     formats.LFM2.name: {"<|tool_call_start|>": _python},
+    formats.FUNCTIONARY.name: {"<function=": _json_function},
     formats.SEED.name: {"<seed:tool_call>": _inner_function, "<function=": _function},
     formats.APRIEL.name: {"<tool_calls>": _closed("</tool_calls>")},
     formats.COHERE.name: {"<|START_ACTION|>": _closed("<|END_ACTION|>")},
     formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
-    formats.HARMONY.name: dict.fromkeys(("<|end|>", "<|start|>", "<|channel|>", _RECIPIENT), _harmony),
+    formats.HARMONY.name: dict.fromkeys(("<|start|>", "<|channel|>", _RECIPIENT), _harmony),
 }
 """For each format, the reader of each opening tag. <tool_call>, which all formats have, is not listed."""

@@ -91,6 +91,12 @@ class Format:
         """True if a call is a JSON object with its name and arguments."""
         return self.start.endswith('"') and '{"' in self.start
 
+    @property
+    def opening(self) -> str:
+        """Text with which calls begin. "" if it begins with no tag, so that other text may begin like it."""
+        text = self.open + self.start
+        return text if text.startswith(self.tags) else ""
+
     @classmethod
     def native(cls, template: Template) -> Format | None:
         """Return the format in which a chat template tells the model to write calls.
@@ -195,6 +201,9 @@ LLAMA = Format(
 )
 """Llama 3. The JSON of a call is at the start of the reply, or it follows the tag."""
 
+FUNCTIONARY = Format("functionary", ("<function=", "</function>"), "<function=", ">", "</function>")
+"""Functionary 3.1. The arguments between the tags are JSON."""
+
 LFM2 = Format(
     "lfm2",
     ("<|tool_call_start|>", "<|tool_call_end|>"),
@@ -275,6 +284,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<tool_call>",), HERMES),
     (("<|tool_call|>",), GRANITE),
     (("<TOOLCALL>",), NEMOTRON),
+    # this entry must come after XML's, whose templates have the same text
+    (("<function=example_function_name>",), FUNCTIONARY),
     (("<|python_tag|>", '{"name": function name, "parameters": '), LLAMA),
 )
 """Pairs (texts, format). A template has the format if one of the texts is in its source.

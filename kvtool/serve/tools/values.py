@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from kvtool.llama.grammar.json_pointer import at_pointer
@@ -197,8 +198,8 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
 def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
     """Convert the text of an argument, in which a string has no quotes, to a value.
 
-    The text is parsed as JSON, or stays a string if it is not JSON. If the schema allows strings, the text
-    becomes null, an object or a list only if the schema also allows that type. Otherwise it stays a string.
+    The text is parsed as JSON, or as an object or list of Python. Otherwise it stays a string. If the schema
+    allows strings, the text becomes null, an object or a list only if the schema also allows that type.
 
     key: name of the argument. parameters: schema of the tool's parameters.
     """
@@ -207,7 +208,8 @@ def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
     try:
         value = _WORDS[text.strip()] if text.strip() in _WORDS else _JSON.decode(text)
     except (ValueError, RecursionError):
-        return text
+        # Seed-OSS's template shows earlier objects and lists in Python's syntax
+        value = _python_value(text)
     kind = _TYPES.get(type(value), "null")
     stays = "string" in types and not (kind in types and kind in ("null", "object", "array"))
     return text if stays else value
@@ -237,6 +239,16 @@ def calls_in_python(text: str, names: Collection[str]) -> list[tuple[str, str]]:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise NoCall from error
     return calls
+
+
+def _python_value(text: str) -> object:
+    """Return the object or list that a text in Python's syntax means. Return other text unchanged."""
+    if text.strip()[:1] in ("[", "{"):
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            source = _Source(text)
+            value = _value(source)
+            return value if source.at == len(text) else text
+    return text
 
 
 def _arguments(source: _Source) -> dict[str, object]:
