@@ -284,6 +284,17 @@ def test_refusal_names_the_options_that_the_user_typed(policy, how, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in EVICTING if {"sinks", "window"} <= policies.params(policies.load(name)).keys()]
+)
+def test_default_window_leaves_room_for_the_sinks(name):
+    for sinks in (5, 20, 30):
+        # a window of 1 needs the smallest budget
+        least = policies.spec(name, options=[f"sinks={sinks}", "window=1"]).smallest_budget()
+        for budget in range(least, 2 * least):
+            assert policies.fit(name, budget, None, [f"sinks={sinks}"]).sinks == sinks
+
+
 @every_evicting_policy
 def test_smallest_budget_keeps_sinks_and_newest_token(name):
     budget = policies.spec(name).smallest_budget()
