@@ -257,7 +257,7 @@ def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
             ("h2o", 64),
             (None, ["sinks=60"]),
             "h2o: a budget of 64 is too small for 60 sinks and 8 slack; "
-            "with these parameters use a budget of at least 135",
+            "with these parameters use a budget of at least 69",
         ),
         (
             ("streamingllm", 64),
