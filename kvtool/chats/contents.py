@@ -173,6 +173,21 @@ def _stored_type(name: str) -> str:
     return f"{_ROTATED}{name}" if name in FEW_BITS else name.removeprefix(PLAIN)
 
 
+def completed(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a session, with defaults for parameters that its policy did not have yet.
+
+    A policy of an older kvtool worked like the present one with these defaults. theirs, ours: results of
+    `fixed_of` for the session and for the present run.
+    """
+    present, wanted = (fixed.get("parameters", {}) for fixed in (theirs, ours))
+    absent = wanted.keys() - present.keys()
+    if not absent or theirs.get("policy") != ours["policy"]:
+        return theirs
+    defaults = policies.params(policies.load(ours["policy"]))
+    added = {name: default for name, default in defaults.items() if name in absent}
+    return theirs | {"parameters": present | added}
+
+
 def difference(
     theirs: dict[str, Any], ours: dict[str, Any], their_model: Path, model: Path, typed: Collection[str] = ()
 ) -> str | None:
@@ -184,7 +199,7 @@ def difference(
     models. typed: names of the typed options that the message may advise to leave out.
     """
     # put the policy's parameters among the other values
-    theirs, ours = ({**fixed["parameters"], **fixed} for fixed in (theirs, ours))
+    theirs, ours = ({**fixed["parameters"], **fixed} for fixed in (completed(theirs, ours), ours))
     if not (names := _differing(theirs, ours)):
         return None
     models = their_model.name, model.name

@@ -14,7 +14,9 @@ denominator matters: with score=sum and merge=16, the perplexity is 27.7 for "ta
 (wikitext-2, SmolLM2-135M, 4,096 tokens, 256 cells).
 
 Differs from the paper: an eviction makes room for `slack` tokens. The paper makes room for one token, as
---evict-every 1 does. Tokens that are evicted together are not merged into each other. If fewer than `merge`
+--evict-every 1 does. Tokens that are evicted together are not merged into each other. At most the newest
+`merge` of them are merged: the next `merge` tokens of each older one are evicted as well. If a prompt does
+not fit, the first program merges no evicted token, and the second only the newest. If fewer than `merge`
 tokens follow an evicted token, each of them still gets 1 / `merge` of the value. The draw of a KV head uses
 the attention summed over its group of query heads.
 """
@@ -38,7 +40,7 @@ class CaM(Policy):
     sinks
         First tokens, never evicted. The window gets the rest.
     merge
-        Number of tokens that share an evicted value.
+        Number of tokens that share an evicted value. An eviction merges at most this many values.
     score
         A token's score. "last": its attention from the newest query. "sum": the sum over all queries.
         "average": this sum divided by the steps that the token has lived.
@@ -91,6 +93,8 @@ class CaM(Policy):
         keep = np.ones(view.pos.shape, np.bool_)
         np.put_along_axis(keep, order[:, begin:end], False, axis=1)
         sampled = self._sampled(view, state, order, begin, end)
+        # the values of a long batch would outweigh the targets' own values
+        sampled[:, : -self.merge] = False
         target = order[:, end : end + self.merge]
         return Plan(keep, _merge(order[:, begin:end], target, sampled, 1 / self.merge))
 

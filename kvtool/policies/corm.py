@@ -67,7 +67,9 @@ class CORM(Policy):
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> CORM:
-        window = min(params.get("history", _HISTORY), max((budget - slack) // 2, 1))
+        n_keep = budget - slack
+        window = max(min(n_keep // 2, n_keep - params.get("sinks", 0)), 1)
+        window = min(params.get("history", _HISTORY), window)
         return cls(budget, slack, **{"window": window, **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:

@@ -7,8 +7,9 @@ For each head, the expectations are scaled to sum to 1 over the tokens after the
 group is a token's expected share of attention. The token's score is (share + `epsilon`) * (norm of its
 value).
 
-Two details follow the authors' kvpress (expected_attention_press.py): the queries and keys of sinks are left
-out, and the covariance is computed before RoPE.
+Three details follow the authors' kvpress (expected_attention_press.py): the queries and keys of sinks are
+left out, the covariance is computed before RoPE, and the norm is that of the value; the paper's formula
+multiplies the value by W_o first.
 
 Differs from the paper: the paper uses the queries of the whole prompt, and kvpress uses the last queries
 during generation. kvtool always uses the last queries. It stores the queries and no covariance matrix, which

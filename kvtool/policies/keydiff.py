@@ -1,7 +1,7 @@
 """KeyDiff: keep the tokens whose keys differ most from the average (Park et al. 2025, arXiv:2504.15364).
 
 The score of a key k is -cos(k, m), where m is the mean of k' / ||k'|| over the keys k' in the row's live
-cells. The code does not divide by the norm of m, because it is the same for all cells.
+cells. The code gives 127 times this score, because it scales keys to norm 127.
 
 Differs from the paper: keys are rounded to eight bits, and compared before RoPE, so that a key's position
 makes no difference. The paper and kvpress compare keys after RoPE, without rounding. The newest tokens and
@@ -36,7 +36,9 @@ class KeyDiff(UnitKeys, RankedKeys):
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
 def _difference(unit, score):
-    """Score each key: minus its dot product with the sum of the row's keys.
+    """Score each key: minus its dot product with the sum of the row's keys, divided by the norm of the sum.
+
+    Without this division, the scores of rows that share a budget would not be comparable.
 
     unit i8[row, n or more, n_dim]: the scaled keys. score f32[row, n].
     """
@@ -49,11 +51,16 @@ def _difference(unit, score):
             for dim in range(n_dim):
                 total[dim] += unit[row, cell, dim]
         wide[:] = total
+        square = 0.0
+        for dim in range(n_dim):
+            square += wide[dim] * wide[dim]
+        # the sum has integers, so its norm is 0 or at least 1
+        norm = max(np.sqrt(square), 1.0)
         for cell in range(n):
             product = 0.0
             for dim in range(n_dim):
                 product += wide[dim] * unit[row, cell, dim]
-            score[row, cell] = -product
+            score[row, cell] = -product / norm
 
 
 POLICY = KeyDiff

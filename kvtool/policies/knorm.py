@@ -3,8 +3,10 @@
 The score is -||k||: keys with a small L2 norm receive the most attention. Keys are read before RoPE, which
 does not change their norm.
 
-Differs from the paper: the newest tokens and the sinks always stay. The paper compresses a prompt once;
-kvtool compresses whenever the cache is full.
+Differs from the paper: the newest tokens and the sinks always stay. kvtool compresses every layer. The
+authors' programs (github.com/alessiodevoto/l2compress) leave out layer 0, and some of them also layers 1 and
+12. kvtool compresses whenever the cache is full. Their programs for language modelling compress a cache that
+is too long after each token, and their programs for retrieval compress a prompt once.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).

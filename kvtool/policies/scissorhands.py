@@ -1,7 +1,7 @@
 """Scissorhands: keep the newest and the recently important tokens (Liu et al. 2023, arXiv:2305.17118).
 
-Algorithm 2. A query gives a low score to each token whose attention A is less than an even share: A < 1 / t,
-where t is the number of tokens that the query has seen. An eviction counts the low scores that each token got
+Algorithm 2. A query gives a low score to each token whose attention A is less than 1 / t, where t is the
+number of tokens that the query has seen. An eviction counts the low scores that each token got
 from the last `history` queries. It evicts the tokens with the highest counts; among equal counts, the oldest
 first. The paper's r recent tokens are our window, and its w queries are our history.
 
@@ -11,6 +11,9 @@ at once, but kvtool drops `slack` tokens. On wikitext-2 (SmolLM2-135M, 4,096 tok
 perplexity is 28.5 if half is dropped (--evict-every 128) and 26.6 if 16 tokens are dropped. The history is
 divided into up to 8 parts with the same number of queries. It is forgotten part by part, so it is up to an
 eighth shorter than requested. All queries between two plans are counted in the same part.
+
+In an endless stream the threshold 1 / t keeps falling, so that hardly any score is low. With `-o t=cells` it
+does not: t is then the number of live tokens in the longest row.
 
 Option: with `heads=adaptive`, the rows of a layer share its budget as in Ada-KV (see
 kvtool/policy/ranked.py).
@@ -22,7 +25,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels.kernel import kernel
-from kvtool.policy import FLOOR, Ranked, Signal, State, View
+from kvtool.policy import FLOOR, Ranked, Signal, State, View, check_choice
 
 _MAX_PARTS = 8
 _MAX_HITS = 2**16 - 1
@@ -39,6 +42,8 @@ class Scissorhands(Ranked):
         if that is less.
     history
         Number of newest queries whose low scores are counted; 400 in the paper.
+    t
+        Count in the threshold 1 / t: "stream" counts tokens of the stream, "cells" counts live cells.
     """
 
     budget: int
@@ -46,6 +51,7 @@ class Scissorhands(Ranked):
     window: int
     history: int = 400
     sinks: int = 0
+    t: str = "stream"
     heads: str = "equal"
     floor: float = FLOOR
 
@@ -57,6 +63,7 @@ class Scissorhands(Ranked):
         Ranked.__post_init__(self)
         if self.history < 1:
             raise ValueError(f"history must be 1 or more, got {self.history}")
+        check_choice("t", self.t, ("stream", "cells"))
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Return counts of low scores, for each cell and part of the history: at most 16 bytes per cell."""

@@ -228,11 +228,15 @@ class Policy:
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         """Return the policy for a budget. Parameters that are not given get values that suit the budget.
 
-        A `window` that has no default becomes half of the kept tokens, but at most `max_window`.
+        A `window` that has no default becomes half of the kept tokens, but at most `max_window`, and at most
+        the kept tokens that are not sinks.
         """
         window = cls.__dataclass_fields__.get("window")
         if window and window.default is MISSING and "window" not in params:
-            params["window"] = max(min((budget - slack) // 2, cls.max_window), 1)
+            sinks = cls.__dataclass_fields__.get("sinks")
+            n_sink = params.get("sinks", sinks.default if sinks else 0)
+            n_keep = budget - slack
+            params["window"] = max(min(n_keep // 2, cls.max_window, n_keep - n_sink), 1)
         return cls(budget, slack, **params)
 
     def split(self, pinned: int = 0) -> dict[str, int]:

@@ -613,6 +613,19 @@ def test_search_options_of_recall_may_change_and_old_options_are_dropped(talk, t
     assert session.read_meta(path)["options"]["options"] == ["sinks=4"]
 
 
+def test_session_of_a_policy_that_had_no_such_parameter_yet_continues_with_the_default(talk, tmp_path):
+    talk(TURNS[:2], *FIRST, "--policy", "scissorhands")
+    path = tmp_path / "chat.kvs"
+    meta, arrays = session.read(path)
+    assert meta["fixed"]["parameters"].pop("t") == "stream"
+    session.write(path, meta, arrays.items())
+    done = talk(TURNS[2:3], "-o", "t=cells")
+    assert done.returncode == 9
+    assert "was started with -o t=stream; it cannot continue with -o t=cells; leave out -o" in done.stderr
+    assert talk(TURNS[2:3]).returncode == 0
+    assert session.read_meta(path)["fixed"]["parameters"]["t"] == "stream"
+
+
 @pytest.mark.parametrize("command", [["session", "show"], ["session", "export"], ["chat", "--session"]])
 def test_file_without_read_permission_is_reported_as_no_session(monkeypatch, tmp_path, command):
     (tmp_path / "chat.kv").write_text("no session")

@@ -142,6 +142,7 @@ OTHERS = [
     ("expected", ["queries=9", "ahead=7", "epsilon=0"]),
     ("weightedkv", ["merge=false"]),
     ("cam", ["score=sum"]),
+    ("scissorhands", ["history=20", "t=cells"]),
     ("bumblebee", ["phi=power", "similarity=f32"]),
 ]
 

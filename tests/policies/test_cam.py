@@ -41,8 +41,20 @@ def test_keeps_all_tokens_far_below_the_budget():
 
 
 def test_evicted_tokens_are_not_merged_into_each_other():
-    result = plan([[9, 9, 9, 1, 1]], CaM(5, 3, sinks=0, merge=1))
-    assert terms(result.merge) == [(0, 3, 3, 1.0), (0, 3, 0, 1.0), (0, 3, 1, 1.0), (0, 3, 2, 1.0)]
+    result = plan([[9, 9, 1, 1]], CaM(4, 2, sinks=0, merge=2))
+    from_both = [(0, 0.5), (1, 0.5)]
+    assert terms(result.merge) == [
+        (0, dst, src, weight) for dst in (2, 3) for src, weight in ((dst, 1.0), *from_both)
+    ]
+
+
+@pytest.mark.parametrize("n_evict", [1, 2, 3, 4, 100])
+def test_long_batch_adds_no_more_than_one_value_to_a_token(n_evict):
+    # every evicted token would be merged, because its attention is above the mean of the later tokens
+    result = plan([[0] + [9] * n_evict + [1] * 4], CaM(n_evict + 5, n_evict, sinks=1, merge=3))
+    kept, evicted = range(n_evict + 1, n_evict + 4), range(1, n_evict + 1)
+    added = [(dst, src, pytest.approx(1 / 3)) for dst in kept for src in list(evicted)[-3:]]
+    assert [term[1:] for term in terms(result.merge) if term[1] != term[2]] == added
 
 
 def test_evicted_newest_token_is_not_merged():

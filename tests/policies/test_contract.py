@@ -257,7 +257,7 @@ def test_refusal_of_a_small_budget_names_the_smallest_that_works(name):
             ("h2o", 64),
             (None, ["sinks=60"]),
             "h2o: a budget of 64 is too small for 60 sinks and 8 slack; "
-            "with these parameters use a budget of at least 135",
+            "with these parameters use a budget of at least 69",
         ),
         (
             ("streamingllm", 64),
@@ -282,6 +282,17 @@ def test_refusal_names_the_options_that_the_user_typed(policy, how, message):
     with pytest.raises(UsageError) as caught:
         policies.fit(*policy, *how)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EVICTING if {"sinks", "window"} <= policies.params(policies.load(name)).keys()]
+)
+def test_default_window_leaves_room_for_the_sinks(name):
+    for sinks in (5, 20, 30):
+        # a window of 1 needs the smallest budget
+        least = policies.spec(name, options=[f"sinks={sinks}", "window=1"]).smallest_budget()
+        for budget in range(least, 2 * least):
+            assert policies.fit(name, budget, None, [f"sinks={sinks}"]).sinks == sinks
 
 
 @every_evicting_policy

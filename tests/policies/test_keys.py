@@ -55,6 +55,27 @@ def test_keydiff_keeps_the_keys_with_the_lowest_cosine():
     assert set(positions) == different | {39}
 
 
+def test_keydiff_compares_cosines_across_rows_that_share_a_budget():
+    # the first row has every key of the second row twice, so it has the same cosines and keeps twice as many
+    # tokens
+    n, policy = 30, policies.fit("keydiff", 30, 6, ["heads=adaptive", "sinks=0", "floor=0"])
+    keys = np.random.default_rng(0).normal(size=(n, 16)) + 2 * np.eye(16)[0]
+    keys = np.stack([np.concatenate([keys, keys]), np.concatenate([keys, 0 * keys])]).astype(np.float32)
+    pos = np.array([range(2 * n), [*range(n, 2 * n), *[-1] * n]], np.int32)
+    state = policy.start(*keys.shape)
+    policy.observe(view_of(2 * n, keys=keys), state)
+    assert np.array_equal(state[0][0, :n], state[0][1, :n])
+    view = view_of(pos, live=np.array([2 * n, n], np.int32))
+    score = policy.scores(view, state)
+    np.testing.assert_allclose(score[0, :n], score[1, :n], rtol=1e-6)
+    unit = keys[0] / np.linalg.norm(keys[0], axis=1, keepdims=True)
+    cosine = unit @ unit.mean(axis=0) / np.linalg.norm(unit.mean(axis=0))
+    np.testing.assert_allclose(score[0] / 127, -cosine, atol=0.01)
+    kept = policy.plan(view, state).keep.sum(axis=1)
+    assert kept.sum() == 48
+    assert abs(kept[0] - 2 * kept[1]) <= 2
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_key_that_is_not_finite_ends_the_stream(tiny_model, monkeypatch, value):
     with open_engine(tiny_model(), policies.fit("keydiff", 48, 8)) as engine:

@@ -103,9 +103,9 @@ def test_documented_policy_keeps_the_highest_average(policy_file):
 
 def test_refused_budget_names_the_smallest_for_a_user_s_policy(policy_file):
     with pytest.raises(
-        UsageError, match=r"a budget of 8 is too small for .*\.py with --evict-every 2; use at least 9$"
+        UsageError, match=r"a budget of 6 is too small for .*\.py with --evict-every 2; use at least 7$"
     ):
-        policies.fit(str(policy_file), 8, 2)
+        policies.fit(str(policy_file), 6, 2)
 
 
 LACKING = """from dataclasses import dataclass

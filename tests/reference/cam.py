@@ -24,7 +24,7 @@ def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator,
         stay = [pos for pos in attention if pos not in evicted]
         positions.append(stay)
         merges.append({})
-        for pos in evicted:
+        for pos in evicted[-merge:]:
             after = [other for other in stay if other > pos]
             compared = {"mean": after, "targets": after[:merge], "max": stay}[denominator]
             compared = [attention[other] for other in compared]

@@ -3,6 +3,8 @@
 Window and sinks are not evicted. One token is evicted at a time.
 """
 
+import math
+
 # scores are float32, like the policy's, so that policy and twin find the same ties
 import numpy as np
 
@@ -24,5 +26,6 @@ def keep(rows, **options):
 def _unlikeness(row):
     unit = {token["pos"]: normalised(token["key"]) for token in row}
     total = [sum(column) for column in zip(*unit.values(), strict=True)]
-    product = lambda key: sum(x * y for x, y in zip(key, total, strict=True))  # noqa: E731
-    return {pos: -np.float32(product(key)) for pos, key in unit.items()}
+    dot = lambda a, b: sum(x * y for x, y in zip(a, b, strict=True))  # noqa: E731
+    norm = math.sqrt(dot(total, total)) or 1
+    return {pos: np.float32(-dot(key, total) / norm) for pos, key in unit.items()}

@@ -10,12 +10,13 @@ CASES = [
     ["history=1"],
     ["history=6", "window=2"],
     ["history=37", "window=0", "sinks=3"],
+    ["t=cells", "window=4"],
     ["heads=adaptive"],
     ["heads=adaptive", "floor=0.7", "history=6", "window=2", "sinks=3"],
 ]
 
 
-def keep(rows, *, next, slack, history, **options):
+def keep(rows, *, next, slack, history, t, **options):
     n_part = min(8, -(-history // slack))
     n_query = -(-history // n_part)
     counts = [_count(row, next, n_part, n_query) for row in rows]

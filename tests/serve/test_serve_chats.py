@@ -375,6 +375,16 @@ def test_choice_of_a_chat_to_delete_takes_time_in_proportion_to_the_chats(tmp_pa
     assert n_calls(400) < 2.5 * n_calls(200)
 
 
+def test_chat_of_a_policy_that_had_no_such_parameter_yet_is_found(tmp_path):
+    parameters = {"budget": 64, "history": 400}
+    with closing(ChatStore(tmp_path, 10**9, {"policy": "scissorhands", "parameters": parameters})) as store:
+        stored(store, TOKENS)
+    for t, n in (("stream", 1), ("cells", 0)):
+        fixed = {"policy": "scissorhands", "parameters": parameters | {"t": t}}
+        with closing(ChatStore(tmp_path, 10**9, fixed)) as store:
+            assert (len(store), len(store.others)) == (n, 1 - n)
+
+
 def test_chats_of_other_models_count_towards_the_limit(tmp_path):
     with closing(ChatStore(tmp_path, 20_000, {"model": "a"})) as store:
         old = [stored(store, TOKENS + 1000 * n).path for n in range(3)]

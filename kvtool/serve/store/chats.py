@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.chats import archive_file, session
+from kvtool.chats.contents import completed
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.undo import TurnEnd
 from kvtool.errors import SessionError
@@ -307,7 +308,7 @@ class ChatStore:
             # sessions of earlier versions have no checkpoints, or do not list them in their JSON
             turn_ends, places = _turn_ends_in(meta), meta.get("checkpoints", [])
             is_system_only = _is_system_only(meta["messages"])
-            stored = self.chats if meta["fixed"] == self.fixed else self.others
+            stored = self.chats if completed(meta["fixed"], self.fixed) == self.fixed else self.others
         except (SessionError, OSError, LookupError, ValueError, TypeError):
             self.n_unusable += 1 + len(numbered)
             return
