@@ -174,7 +174,7 @@ def stored(store, tokens, role="user", before=None):
 
     messages = [message(role, "Hello.")]
     engine = SimpleNamespace(checkpoints=SimpleNamespace(to_save=list))
-    writer = SimpleNamespace(engine=engine, tokens=tokens)
+    writer = SimpleNamespace(engine=engine, stream=tokens)
     chat = SimpleNamespace(writer=writer, messages=messages, save_to=save_to)
     return store.add(before, os.urandom(8), chat, {}, turn_ends=[])
 

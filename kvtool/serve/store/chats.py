@@ -137,7 +137,7 @@ class ChatStore:
         """Return the tokens of a chat's stream, i32[n]. They are not checked here, only in `load`."""
         if chat.token_bytes is None:
             try:
-                chat.token_bytes = session.read_tokens(chat.path).tobytes()
+                chat.token_bytes = session.read_stream(chat.path).tobytes()
             except SessionError:
                 return np.empty(0, np.int32)
         return np.frombuffer(chat.token_bytes, np.int32)
@@ -198,7 +198,7 @@ class ChatStore:
             self.drop(twin)
         is_system_only = _is_system_only(conversation.messages)
         chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places)
-        chat.token_bytes = conversation.writer.tokens.tobytes()
+        chat.token_bytes = conversation.writer.stream.tobytes()
         self.chats.append(chat)
         self._shrink(keep=chat)
         return chat

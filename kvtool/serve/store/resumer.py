@@ -374,12 +374,36 @@ class Resumer:
         reply: see `Rendering.earlier_reply`.
         """
         earlier, lead = self.rendering.earlier_reply(messages, reply, tools)
+        self._drop_stop_string()
         self.conversation.finish_reply(lead)
         self.conversation.messages.append(reply)
         history.add(earlier)
         digest = history.now
         self._turn_ends.append(self.conversation.turn_end()._replace(digest=digest.hex()))
         self._current = self._store(self._continued, digest, self._turn_ends)
+
+    def _drop_stop_string(self) -> None:
+        """Remove the stop string that ended the reply from the stream: clients send the reply without it.
+
+        It stays if the engine cannot be rewound to its start without reading other tokens again.
+        """
+        writer, model = self.conversation.writer, self._engine.model
+        if not writer.stopped_by:
+            return
+        n, written = len(writer.stream), writer.stream[-writer.n_written :].tolist()
+        pieces = [model.piece(token, special=token in writer.shown) for token in written]
+        text = b"".join(pieces)
+        reply = text.partition(writer.stopped_by.encode())[0]
+        n_bytes = len(text)
+        while n_bytes > len(reply):
+            n, n_bytes = n - 1, n_bytes - len(pieces.pop())
+        # a token may have the end of the reply and the start of the stop string
+        rest = reply[n_bytes:]
+        tokens = model.tokenize(rest.decode(errors="replace"))
+        # some tokenizers put a space before a text
+        is_exact = b"".join(map(model.piece, tokens.tolist())) == rest
+        if is_exact and self._engine.n_kept(n) == n and writer.rewind(n, {**writer.save(), "unread": []}):
+            writer.read(tokens)
 
     def _store(self, before: StoredChat | None, digest: bytes, turn_ends: list[TurnEnd]) -> StoredChat | None:
         chat = self.conversation
