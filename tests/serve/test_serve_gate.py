@@ -11,8 +11,10 @@ import threading
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
+import h11
 import numpy as np
 import pytest
+import uvicorn
 
 from kvtool.errors import LibraryError
 from kvtool.serve.api import requests
@@ -254,6 +256,38 @@ def test_servers_own_page_may_ask_under_each_name_of_the_machine():
             headers = {"Host": name, "Origin": f"{scheme}://{host}"}
             answer = send("/v1/models", headers=headers, limits=limits)
             assert answer.status_code == (200 if may else 403)
+
+
+class FakeConnection:
+    """Stands for a connection of uvicorn.
+
+    n_unread: number of bytes of an answer that the client has not read yet. If it is 0, the client has its
+    answer.
+    """
+
+    def __init__(self, n_unread):
+        self.cycle, self.n_unread, self.is_cut = object(), n_unread, False
+        self.conn = SimpleNamespace(their_state=h11.DONE if n_unread else h11.IDLE)
+        self.flow = SimpleNamespace(write_paused=n_unread > 0)
+        self.transport = SimpleNamespace(get_write_buffer_size=lambda: self.n_unread, abort=self._cut)
+
+    def _cut(self):
+        self.is_cut = True
+
+
+def test_only_connections_of_clients_that_do_nothing_are_cut():
+    site = Site("m", "h2o", JobQueue(1), limits=Limits(read_timeout=30))
+    running = server._Server(uvicorn.Config(None), site)
+    silent, asking = FakeConnection(0), FakeConnection(0)
+    stuck, reading = FakeConnection(9000), FakeConnection(9000)
+    running.server_state.connections = {silent, asking, stuck, reading}
+    # at each of these times, `asking` has asked again and waits, and `reading` has read more
+    for now in range(31):
+        running._close_stalled(now)
+        assert not any(each.is_cut for each in running.server_state.connections)
+        asking.cycle, reading.n_unread = object(), reading.n_unread - 1
+    running._close_stalled(30.5)
+    assert [each.is_cut for each in (silent, asking, stuck, reading)] == [True, False, True, False]
 
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
