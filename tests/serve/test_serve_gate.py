@@ -449,6 +449,23 @@ def test_log_and_metrics_show_if_stopping_the_server_cut_an_answer(stream):
     assert re.search(f"{cut if stream else '503 .* ms: the server is stopping'}$", line)
 
 
+def test_lines_of_a_stream_have_no_other_line_ends():
+    def write_text(job):
+        text = "one\x85two\u2028three\u2029four"
+        job.emit({"kind": "piece", "deltas": [{"content": text}], "logprobs": []})
+        write(job)
+
+    for path, fields in (
+        ("/v1/chat/completions", {}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/messages", {"max_tokens": 4}),
+        ("/v1/responses", {"input": "a"}),
+    ):
+        answer = send(path, "POST", body={**json.loads(BODY), "stream": True, **fields}, engine=write_text)
+        assert answer.text.splitlines() == answer.text.removesuffix("\n").split("\n")
+        assert r"one\u0085two\u2028three\u2029four" in answer.text
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_log_and_metrics_show_if_the_client_disconnected(stream):
     lines, waiting = [], JobQueue(1)
