@@ -301,6 +301,19 @@ def test_chats_are_stored_on_a_full_disk_and_slots_keep_theirs(talker, tmp_path,
         assert 0 < len(store) < 5
 
 
+def test_only_the_answer_of_a_chat_that_cannot_be_stored_says_so(talker, tmp_path, monkeypatch):
+    def full(path, *arguments):
+        raise session.cannot("write", path, OSError(errno.ENOSPC, "No space left on device"))
+
+    with serve_in_process(talker, tmp_path, policy="h2o", budget="96") as server:
+        monkeypatch.setattr(session, "write", full)
+        asked = {"messages": [message("user", "Hello.")], "max_tokens": 6}
+        assert "No space left" in server.ask("/v1/chat/completions", asked).json()["kvtool"]["unsaved"]
+        answer = server.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 6}).json()
+        assert "unsaved" not in answer["kvtool"]
+        assert server.site.counts.unsaved == 1
+
+
 def test_log_has_a_line_about_a_damaged_chat_that_is_deleted(tmp_path):
     lines = []
     with closing(ChatStore(tmp_path, 10**9, {}, lines.append)) as store:
