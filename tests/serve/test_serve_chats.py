@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import stat
 import sys
@@ -312,6 +313,34 @@ def test_only_the_answer_of_a_chat_that_cannot_be_stored_says_so(talker, tmp_pat
         answer = server.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 6}).json()
         assert "unsaved" not in answer["kvtool"]
         assert server.site.counts.unsaved == 1
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_chat_does_not_replace_an_equal_chat_of_another_name(talker, tmp_path, policy):
+    with serve_in_process(talker, tmp_path, policy=policy, budget="512") as server:
+        store = server.pool.slots[0].chats
+        first = [message("user", "Hello you. " * 8)]
+        first.append(server.chat(first, prompt_cache_key="one")[0])
+        (path,) = (chat.path for chat in store.chats)
+        for n, name in enumerate(("two", None), 2):
+            # this chat continues the first one
+            chat = [*first, message("user", f"{n}")]
+            chat.append(server.chat(chat, prompt_cache_key=name)[0])
+            assert len(store) == n
+            # its next turn replaces only the chat itself
+            server.chat([*chat, message("user", "And?")], prompt_cache_key=name)
+            assert len(store) == n
+        server.chat([*first, message("user", "1")], prompt_cache_key="one")
+        assert len(store) == 3
+        assert store.chats[-1].path == path
+        # this name cannot be written to a file as it is
+        body = json.dumps({"messages": first, "max_tokens": 6, "prompt_cache_key": "\ud800"})
+        assert "unsaved" not in server.ask("/v1/chat/completions", content=body).json()["kvtool"]
+        assert len(store) == 4
+    with closing(ChatStore(tmp_path, 10**9, store.fixed)) as again:
+        assert {chat.path: chat.name for chat in again.chats} == {
+            chat.path: chat.name for chat in store.chats
+        }
 
 
 def test_log_has_a_line_about_a_damaged_chat_that_is_deleted(tmp_path):

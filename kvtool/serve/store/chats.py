@@ -59,6 +59,8 @@ class StoredChat:
         Time of the last use, in seconds of `time.monotonic`.
     token_bytes
         Bytes of the stream's tokens, i32[n]. None until `ChatStore.tokens` reads them.
+    name
+        Name of the chat, if the client names its chats: see `History`.
     """
 
     path: Path
@@ -70,6 +72,7 @@ class StoredChat:
     places: list[int]
     used: float = field(default_factory=time.monotonic)
     token_bytes: bytes | None = None
+    name: str | None = None
 
 
 class ChatStore:
@@ -166,6 +169,7 @@ class ChatStore:
         meta: session.Meta,
         *,
         turn_ends: list[TurnEnd],
+        name: str | None = None,
     ) -> StoredChat:
         """Store a chat. When this returns, the chat is on the disk.
 
@@ -182,7 +186,7 @@ class ChatStore:
         is_written = False
         try:
             places = [each.n_past for each in conversation.writer.engine.checkpoints.to_save()]
-            meta = {**meta, "digest": digest.hex(), "marks": turn_ends, "checkpoints": places}
+            meta = {**meta, "digest": digest.hex(), "name": name, "marks": turn_ends, "checkpoints": places}
             used = {replaced, *chain.from_iterable(chats() for chats in self.in_use)}
             listed, n_bytes = self._save(conversation, path, archive, meta, self._least_needed(used))
             is_written = True
@@ -197,7 +201,7 @@ class ChatStore:
             # if a request was repeated, delete the chat that the first request has stored
             self.drop(twin)
         is_system_only = _is_system_only(conversation.messages)
-        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places)
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, name=name)
         chat.token_bytes = conversation.writer.stream.tobytes()
         self.chats.append(chat)
         self._shrink(keep=chat)
@@ -313,7 +317,10 @@ class ChatStore:
             return
         used = time.monotonic() - max(time.time() - used_at, 0)
         archive = archive_file.ArchiveFile(path)
-        stored.append(StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, used))
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, used)
+        # sessions of earlier versions have no name
+        chat.name = meta.get("name")
+        stored.append(chat)
 
 
 def _turn_ends_in(meta: session.Meta) -> list[TurnEnd]:
