@@ -400,7 +400,7 @@ class Resumer:
         # a token may have the end of the reply and the start of the stop string
         rest = reply[n_bytes:]
         tokens = model.tokenize(rest.decode(errors="replace"))
-        # some tokenizers put a space before a text
+        # some tokenizers put a space before a text: the stop string then stays
         is_exact = b"".join(map(model.piece, tokens.tolist())) == rest
         if is_exact and self._engine.n_kept(n) == n and writer.rewind(n, {**writer.save(), "unread": []}):
             writer.read(tokens)
