@@ -390,19 +390,21 @@ class Resumer:
         writer, model = self.conversation.writer, self._engine.model
         if not writer.stopped_by:
             return
-        n, written = len(writer.stream), writer.stream[-writer.n_written :].tolist()
+        stream = writer.stream
+        written = stream[-writer.n_written :].tolist()
         pieces = [model.piece(token, special=token in writer.shown) for token in written]
         text = b"".join(pieces)
         reply = text.partition(writer.stopped_by.encode())[0]
-        n_bytes = len(text)
+        n, n_bytes = len(stream), len(text)
         while n_bytes > len(reply):
             n, n_bytes = n - 1, n_bytes - len(pieces.pop())
         # a token may have the end of the reply and the start of the stop string
         rest = reply[n_bytes:]
         tokens = model.tokenize(rest.decode(errors="replace"))
-        # some tokenizers put a space before a text: the stop string then stays
-        is_exact = b"".join(map(model.piece, tokens.tolist())) == rest
-        if is_exact and self._engine.n_kept(n) == n and writer.rewind(n, {**writer.save(), "unread": []}):
+        # some tokenizers put a space before a text, and a full cache has no room for more tokens than before:
+        # the stop string then stays
+        fits = b"".join(map(model.piece, tokens.tolist())) == rest and n + len(tokens) <= len(stream)
+        if fits and self._engine.n_kept(n) == n and writer.rewind(n, {**writer.save(), "unread": []}):
             writer.read(tokens)
 
     def _store(
