@@ -241,21 +241,23 @@ def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
     return meta, arrays_in(data, start)
 
 
-def read_tokens(path: Path) -> np.ndarray:
-    """Read only the tokens i32[n] of a session's stream, without checking their hash.
+def read_stream(path: Path) -> np.ndarray:
+    """Read only the tokens i32[n] of a chat's stream (see `Writer.stream`), without checking their hash.
 
     Raises SessionError as `read` does.
     """
     with _as_session_error("read", path), path.open("rb") as file:
-        file.seek(_head(file, str(path))[1])
+        meta, start, _ = _head(file, str(path))
+        file.seek(start)
         try:
             name, dtype, n = file.readline(_N_FIRST).decode().split()
             tokens = np.frombuffer(file.read(int(n) * 4), np.int32)
-        except ValueError:
+            unread = np.array(meta["writer"]["unread"], np.int32)
+        except (ValueError, LookupError, TypeError):
             name = ""
         if name != "tokens" or dtype != tokens.dtype.str or len(tokens) != int(n):
             raise _damaged(str(path))
-        return tokens
+        return np.concatenate([tokens, unread])
 
 
 def readable_messages(path: Path) -> list[dict[str, Any]]:

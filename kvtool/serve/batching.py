@@ -189,7 +189,13 @@ class StepBatcher:
         mine: the step of the calling member, which does not wait.
         """
         waiting, self._waiting = self._waiting, []
-        self._thread.submit(self._decode, waiting).result()
+        try:
+            self._thread.submit(self._decode, waiting).result()
+        except Exception as error:  # noqa: BLE001
+            # Raised in each member's own thread. If only the calling member raised it, the others would wait
+            # forever
+            for step in waiting:
+                step.error = error
         self._lock.resume([step.lock for step in waiting if step is not mine])
 
     def _decode(self, waiting: list[_DueStep]) -> None:

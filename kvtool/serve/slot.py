@@ -354,6 +354,9 @@ class Slot:
         except UsageError as error:
             where = request.output_format.where if request.output_format and rules else None
             raise ApiError(f"{where}: {error}", param=where) if where else of_usage(error) from None
+        if self._resumer:
+            # this answer must not report that an earlier chat could not be stored
+            self._resumer.unsaved = None
         n_top, self._logprobs, self._offsets = request.logprobs, [], Offsets()
         began, self._waited_s = time.perf_counter(), 0.0
 

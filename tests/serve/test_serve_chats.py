@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import stat
 import sys
@@ -174,7 +175,7 @@ def stored(store, tokens, role="user", before=None):
 
     messages = [message(role, "Hello.")]
     engine = SimpleNamespace(checkpoints=SimpleNamespace(to_save=list))
-    writer = SimpleNamespace(engine=engine, tokens=tokens)
+    writer = SimpleNamespace(engine=engine, stream=tokens)
     chat = SimpleNamespace(writer=writer, messages=messages, save_to=save_to)
     return store.add(before, os.urandom(8), chat, {}, turn_ends=[])
 
@@ -299,6 +300,47 @@ def test_chats_are_stored_on_a_full_disk_and_slots_keep_theirs(talker, tmp_path,
             (in_use,) = (used for slot_chats in store.in_use if (used := slot_chats()))
             assert in_use == {store.chats[-1]}
         assert 0 < len(store) < 5
+
+
+def test_only_the_answer_of_a_chat_that_cannot_be_stored_says_so(talker, tmp_path, monkeypatch):
+    def full(path, *arguments):
+        raise session.cannot("write", path, OSError(errno.ENOSPC, "No space left on device"))
+
+    with serve_in_process(talker, tmp_path, policy="h2o", budget="96") as server:
+        monkeypatch.setattr(session, "write", full)
+        asked = {"messages": [message("user", "Hello.")], "max_tokens": 6}
+        assert "No space left" in server.ask("/v1/chat/completions", asked).json()["kvtool"]["unsaved"]
+        answer = server.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 6}).json()
+        assert "unsaved" not in answer["kvtool"]
+        assert server.site.counts.unsaved == 1
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_chat_does_not_replace_an_equal_chat_of_another_name(talker, tmp_path, policy):
+    with serve_in_process(talker, tmp_path, policy=policy, budget="512") as server:
+        store = server.pool.slots[0].chats
+        first = [message("user", "Hello you. " * 8)]
+        first.append(server.chat(first, prompt_cache_key="one")[0])
+        (path,) = (chat.path for chat in store.chats)
+        for n, name in enumerate(("two", None), 2):
+            # this chat continues the first one
+            chat = [*first, message("user", f"{n}")]
+            chat.append(server.chat(chat, prompt_cache_key=name)[0])
+            assert len(store) == n
+            # its next turn replaces only the chat itself
+            server.chat([*chat, message("user", "And?")], prompt_cache_key=name)
+            assert len(store) == n
+        server.chat([*first, message("user", "1")], prompt_cache_key="one")
+        assert len(store) == 3
+        assert store.chats[-1].path == path
+        # this name cannot be written to a file as it is
+        body = json.dumps({"messages": first, "max_tokens": 6, "prompt_cache_key": "\ud800"})
+        assert "unsaved" not in server.ask("/v1/chat/completions", content=body).json()["kvtool"]
+        assert len(store) == 4
+    with closing(ChatStore(tmp_path, 10**9, store.fixed)) as again:
+        assert {chat.path: chat.name for chat in again.chats} == {
+            chat.path: chat.name for chat in store.chats
+        }
 
 
 def test_log_has_a_line_about_a_damaged_chat_that_is_deleted(tmp_path):

@@ -11,8 +11,10 @@ import threading
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
+import h11
 import numpy as np
 import pytest
+import uvicorn
 
 from kvtool.errors import LibraryError
 from kvtool.serve.api import requests
@@ -256,6 +258,38 @@ def test_servers_own_page_may_ask_under_each_name_of_the_machine():
             assert answer.status_code == (200 if may else 403)
 
 
+class FakeConnection:
+    """Stands for a connection of uvicorn.
+
+    n_unread: number of bytes of an answer that the client has not read yet. If it is 0, the client has its
+    answer.
+    """
+
+    def __init__(self, n_unread):
+        self.cycle, self.n_unread, self.is_cut = object(), n_unread, False
+        self.conn = SimpleNamespace(their_state=h11.DONE if n_unread else h11.IDLE)
+        self.flow = SimpleNamespace(write_paused=n_unread > 0)
+        self.transport = SimpleNamespace(get_write_buffer_size=lambda: self.n_unread, abort=self._cut)
+
+    def _cut(self):
+        self.is_cut = True
+
+
+def test_only_connections_of_clients_that_do_nothing_are_cut():
+    site = Site("m", "h2o", JobQueue(1), limits=Limits(read_timeout=30))
+    running = server._Server(uvicorn.Config(None), site)
+    silent, asking = FakeConnection(0), FakeConnection(0)
+    stuck, reading = FakeConnection(9000), FakeConnection(9000)
+    running.server_state.connections = {silent, asking, stuck, reading}
+    # at each of these times, `asking` has asked again and waits, and `reading` has read more
+    for now in range(31):
+        running._close_stalled(now)
+        assert not any(each.is_cut for each in running.server_state.connections)
+        asking.cycle, reading.n_unread = object(), reading.n_unread - 1
+    running._close_stalled(30.5)
+    assert [each.is_cut for each in (silent, asking, stuck, reading)] == [True, False, True, False]
+
+
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "10.0.0.7", "[fe80::1]")
 
 
@@ -413,6 +447,23 @@ def test_log_and_metrics_show_if_stopping_the_server_cut_an_answer(stream):
     (line,) = lines
     cut = "200 .* ms, the answer was cut: the server is stopping"
     assert re.search(f"{cut if stream else '503 .* ms: the server is stopping'}$", line)
+
+
+def test_lines_of_a_stream_have_no_other_line_ends():
+    def write_text(job):
+        text = "one\x85two\u2028three\u2029four"
+        job.emit({"kind": "piece", "deltas": [{"content": text}], "logprobs": []})
+        write(job)
+
+    for path, fields in (
+        ("/v1/chat/completions", {}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/messages", {"max_tokens": 4}),
+        ("/v1/responses", {"input": "a"}),
+    ):
+        answer = send(path, "POST", body={**json.loads(BODY), "stream": True, **fields}, engine=write_text)
+        assert answer.text.splitlines() == answer.text.removesuffix("\n").split("\n")
+        assert r"one\u0085two\u2028three\u2029four" in answer.text
 
 
 @pytest.mark.parametrize("stream", [True, False])

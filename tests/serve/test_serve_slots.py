@@ -19,6 +19,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.cache.context import Context
+from kvtool.llama.cache.joint import JointContext
 from kvtool.llama.loaded.model import Model
 from kvtool.serve import batching, pool, rendering, slot
 from kvtool.serve.api import requests
@@ -415,6 +416,25 @@ def test_failing_slot_does_not_affect_other_slots(talker, tmp_path, one_step, mo
         assert bad[0].last["error"].status == 500
         monkeypatch.undo()
         assert server.put(question(1)).text
+
+
+def test_unexpected_error_in_a_joint_step_ends_all_its_answers(talker, tmp_path, one_step, monkeypatch):
+    decode = JointContext.decode
+
+    def broken(joint, parts):
+        decode(joint, parts)
+        raise MemoryError
+
+    with served(talker, "h2o", tmp_path) as server:
+        expected = [server.put(question(i)).text for i in range(2)]
+        monkeypatch.setattr(JointContext, "decode", broken)
+        for job in ask_both(server, question(2), question(3)):
+            assert job.last["kind"] == "error"
+            assert job.last["error"].status == 500
+        monkeypatch.undo()
+        # later requests are answered, one by one and at once
+        assert [server.put(question(i)).text for i in range(2)] == expected
+        assert all(job.text for job in ask_both(server, question(2), question(3)))
 
 
 def test_full_queue_refuses_requests_until_one_is_cancelled(talker, tmp_path, one_step):

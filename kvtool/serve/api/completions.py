@@ -14,6 +14,9 @@ DONE = "data: [DONE]\n\n"
 
 Body = dict[str, Any]
 
+_LINE_ENDS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+"""Escapes for characters at which some clients, such as httpx, split a stream into lines."""
+
 
 def server_event(kind: str, **values: Any) -> str:
     """Return a named event of a stream."""
@@ -199,4 +202,5 @@ def _timings(name: str, n: int, seconds: float) -> Body:
 
 def _line(body: Body) -> str:
     # clients cannot parse NaN and Infinity
-    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False)
+    return f"data: {text.translate(_LINE_ENDS)}\n\n"

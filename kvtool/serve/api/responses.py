@@ -252,10 +252,13 @@ class ResponseBodies(AnswerBodies):
         return []
 
     def last(self, logprobs: list[Body] | None, end: End) -> list[str]:
+        message = end["message"]
+        is_empty = not (message["content"] or message.get("tool_calls"))
+        lines = self._open_item("message") if is_empty else []
         if self._item and self._item["type"] == "message":
             self._item["content"][0]["logprobs"] += logprobs or []
-        lines = self._close_item(_status(end))
-        for call in end["message"].get("tool_calls", []):
+        lines += self._close_item(_status(end))
+        for call in message.get("tool_calls", []):
             lines += self._call_events(call)
         return [*lines, self._event(f"response.{_status(end)}", response=self._response(end))]
 

@@ -105,8 +105,8 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)
         self._site = site
-        # for each connection that waits for its client: the time at which it began to wait
-        self._stalled: dict[Any, float] = {}
+        # for each connection that waits for its client: the time since which the client has done nothing
+        self._stalled: dict[tuple[Any, ...], float] = {}
         self._full_at = -inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -131,15 +131,18 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_stalled(self, now: float) -> None:
-        """Close connections whose clients have sent no request, or have read no answer, for too long."""
+        """Close connections whose clients send no request, or read nothing of an answer, for too long."""
         connections: list[Any] = list(self.server_state.connections)
+        # `cycle` changes with each request, and the size of the buffer when the client reads
         stalled = [
-            each for each in connections if each.conn.their_state is h11.IDLE or each.flow.write_paused
+            (each, each.cycle, each.transport.get_write_buffer_size())
+            for each in connections
+            if each.conn.their_state is h11.IDLE or each.flow.write_paused
         ]
-        self._stalled = {each: self._stalled.get(each, now) for each in stalled}
-        for each, since in self._stalled.items():
+        self._stalled = {key: self._stalled.get(key, now) for key in stalled}
+        for (connection, *_), since in self._stalled.items():
             if now - since > self._site.limits.read_timeout:
-                each.transport.abort()
+                connection.transport.abort()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._site.jobs.close()

@@ -60,6 +60,8 @@ class StoredChat:
         Time of the last use, in seconds of `time.monotonic`.
     token_bytes
         Bytes of the stream's tokens, i32[n]. None until `ChatStore.tokens` reads them.
+    name
+        Name of the chat, if the client names its chats: see `History`.
     """
 
     path: Path
@@ -71,6 +73,7 @@ class StoredChat:
     places: list[int]
     used: float = field(default_factory=time.monotonic)
     token_bytes: bytes | None = None
+    name: str | None = None
 
 
 class ChatStore:
@@ -138,7 +141,7 @@ class ChatStore:
         """Return the tokens of a chat's stream, i32[n]. They are not checked here, only in `load`."""
         if chat.token_bytes is None:
             try:
-                chat.token_bytes = session.read_tokens(chat.path).tobytes()
+                chat.token_bytes = session.read_stream(chat.path).tobytes()
             except SessionError:
                 return np.empty(0, np.int32)
         return np.frombuffer(chat.token_bytes, np.int32)
@@ -167,6 +170,7 @@ class ChatStore:
         meta: session.Meta,
         *,
         turn_ends: list[TurnEnd],
+        name: str | None = None,
     ) -> StoredChat:
         """Store a chat. When this returns, the chat is on the disk.
 
@@ -183,7 +187,7 @@ class ChatStore:
         is_written = False
         try:
             places = [each.n_past for each in conversation.writer.engine.checkpoints.to_save()]
-            meta = {**meta, "digest": digest.hex(), "marks": turn_ends, "checkpoints": places}
+            meta = {**meta, "digest": digest.hex(), "name": name, "marks": turn_ends, "checkpoints": places}
             used = {replaced, *chain.from_iterable(chats() for chats in self.in_use)}
             listed, n_bytes = self._save(conversation, path, archive, meta, self._least_needed(used))
             is_written = True
@@ -198,8 +202,8 @@ class ChatStore:
             # if a request was repeated, delete the chat that the first request has stored
             self.drop(twin)
         is_system_only = _is_system_only(conversation.messages)
-        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places)
-        chat.token_bytes = conversation.writer.tokens.tobytes()
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, name=name)
+        chat.token_bytes = conversation.writer.stream.tobytes()
         self.chats.append(chat)
         self._shrink(keep=chat)
         return chat
@@ -314,7 +318,10 @@ class ChatStore:
             return
         used = time.monotonic() - max(time.time() - used_at, 0)
         archive = archive_file.ArchiveFile(path)
-        stored.append(StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, used))
+        chat = StoredChat(path, archive, digest, n_bytes, is_system_only, turn_ends, places, used)
+        # sessions of earlier versions have no name
+        chat.name = meta.get("name")
+        stored.append(chat)
 
 
 def _turn_ends_in(meta: session.Meta) -> list[TurnEnd]:

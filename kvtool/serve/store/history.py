@@ -28,6 +28,8 @@ class History:
         self, name: str | None, tools: list[Any] | None, messages: list[Message], variables_key: str = ""
     ) -> None:
         self._name = name
+        # ASCII, because a name may have a half of a surrogate pair, which cannot be written to a file
+        self.name = name and ascii(name)
         self.digests = [_digest(variables_key.encode(), tools or [])]
         for message in messages:
             self.add(message)

@@ -268,9 +268,9 @@ class Resumer:
         # is stored, because it can be loaded
         if repins and (n > self._engine.policy.n_live or self.chats.find(history.digests[1])):
             return None
-        # the new chat replaces the stored chat if the rewind keeps all replies of the stored chat
-        is_kept = chat is not None and bool(chat.turn_ends) and n >= chat.turn_ends[-1].n_token
-        self._continued = chat if is_kept else None
+        # the new chat replaces a stored chat of the same name if the rewind keeps all replies of that chat
+        ends = chat.turn_ends if chat and chat.name == history.name else []
+        self._continued = chat if ends and n >= ends[-1].n_token else None
         # go back to a token that the engine can keep. Then no tokens of the stream stay unread, so
         # `read_system_prompt` can stop at the end of the system prompt
         n = self._engine.n_kept(min(n, self._engine.n_past))
@@ -321,7 +321,7 @@ class Resumer:
         # has room for only a few such checkpoints, so a long chat may drop the checkpoint that was just made
         if self._engine.checkpoints.are_whole or not self._engine.can_rewind:
             self.conversation.set_messages(messages[:1])
-            self._store(None, history.digests[1], [])
+            self._store(None, history.digests[1], [], None)
         return tokens[n_unread:]
 
     def read_prompt(self, tokens: np.ndarray, messages: list[Message], *, keeps_thought: bool) -> np.ndarray:
@@ -374,18 +374,46 @@ class Resumer:
         reply: see `Rendering.earlier_reply`.
         """
         earlier, lead = self.rendering.earlier_reply(messages, reply, tools)
+        self._drop_stop_string()
         self.conversation.finish_reply(lead)
         self.conversation.messages.append(reply)
         history.add(earlier)
         digest = history.now
         self._turn_ends.append(self.conversation.turn_end()._replace(digest=digest.hex()))
-        self._current = self._store(self._continued, digest, self._turn_ends)
+        self._current = self._store(self._continued, digest, self._turn_ends, history.name)
 
-    def _store(self, before: StoredChat | None, digest: bytes, turn_ends: list[TurnEnd]) -> StoredChat | None:
+    def _drop_stop_string(self) -> None:
+        """Remove the stop string that ended the reply from the stream: clients send the reply without it.
+
+        It stays if the engine cannot be rewound to its start without reading other tokens again.
+        """
+        writer, model = self.conversation.writer, self._engine.model
+        if not writer.stopped_by:
+            return
+        stream = writer.stream
+        written = stream[-writer.n_written :].tolist()
+        pieces = [model.piece(token, special=token in writer.shown) for token in written]
+        text = b"".join(pieces)
+        reply = text.partition(writer.stopped_by.encode())[0]
+        n, n_bytes = len(stream), len(text)
+        while n_bytes > len(reply):
+            n, n_bytes = n - 1, n_bytes - len(pieces.pop())
+        # a token may have the end of the reply and the start of the stop string
+        rest = reply[n_bytes:]
+        tokens = model.tokenize(rest.decode(errors="replace"))
+        # some tokenizers put a space before a text, and a full cache has no room for more tokens than before:
+        # the stop string then stays
+        fits = b"".join(map(model.piece, tokens.tolist())) == rest and n + len(tokens) <= len(stream)
+        if fits and self._engine.n_kept(n) == n and writer.rewind(n, {**writer.save(), "unread": []}):
+            writer.read(tokens)
+
+    def _store(
+        self, before: StoredChat | None, digest: bytes, turn_ends: list[TurnEnd], name: str | None
+    ) -> StoredChat | None:
         chat = self.conversation
         self.unsaved = None
         try:
-            return self.chats.add(before, digest, chat, self._meta(chat), turn_ends=list(turn_ends))
+            return self.chats.add(before, digest, chat, self._meta(chat), turn_ends=[*turn_ends], name=name)
         except SessionError as error:
             self.unsaved = str(error)
             return None

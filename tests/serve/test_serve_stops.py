@@ -1,0 +1,58 @@
+"""Replies that end at a stop string: the next request continues the chat from the slot or from the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serve.http_requests import message
+from tests.serve.slot_requests import dictated_slot
+from tests.serve.test_serve_thinking import PLAIN
+
+pytestmark = pytest.mark.engine
+
+REPLIES = {
+    # the stop string has several tokens
+    "The Nile is long.": "\nUSER:",
+    # a token has the last letters of the reply and the stop string
+    "Call foo()": ";",
+}
+
+
+def two_turns(model, folder, policy, reply, *, is_stored=False, cache_prompt=True):
+    """Ask two questions. Return (tokens read before the second reply, n_cached, number of stored chats).
+
+    The first reply ends at a stop string.
+    is_stored: True to ask in another chat in between, so that the first chat is loaded from its file.
+    """
+    stop = REPLIES[reply]
+    with dictated_slot(model, PLAIN, folder, policy, 256) as ask:
+        messages = [message("user", "Tell me about rivers. " * 40)]
+        answer = ask(messages, f"{reply}{stop} and more", stop=[stop])
+        assert answer["message"]["content"] == reply
+        messages += [answer["message"], message("user", "Why?")]
+        if is_stored:
+            ask([message("user", "Something else, please. " * 12)], "Fine.")
+            for chat in ask.slot.chats.chats:
+                # a server that has just started has not read the tokens yet
+                chat.token_bytes = None
+        answer = ask(messages, "Because.", cache_prompt=cache_prompt)
+        return ask.prompt_tokens, answer["n_cached"], len(ask.slot.chats)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "recall", "full"])
+@pytest.mark.parametrize("reply", REPLIES)
+def test_chat_after_a_stop_string_continues_alike_from_slot_and_store(model, tmp_path, policy, reply):
+    in_slot, n_cached, n_stored = two_turns(model, tmp_path / "slot", policy, reply)
+    assert n_stored == 1
+    assert n_cached > 200
+    stored = two_turns(model, tmp_path / "store", policy, reply, is_stored=True)
+    assert stored == (in_slot, n_cached, 2)
+
+
+@pytest.mark.parametrize("policy", ["recall", "full"])
+@pytest.mark.parametrize("reply", REPLIES)
+def test_rewindable_stream_keeps_no_stop_string(model, tmp_path, policy, reply):
+    continued, n_cached, _ = two_turns(model, tmp_path / "slot", policy, reply)
+    read_again, n_cached_again, _ = two_turns(model, tmp_path / "again", policy, reply, cache_prompt=False)
+    assert continued == read_again
+    assert (n_cached > 200, n_cached_again) == (True, 0)
