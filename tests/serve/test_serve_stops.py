@@ -18,16 +18,17 @@ REPLIES = {
 }
 
 
-def two_turns(model, folder, policy, reply, *, is_stored=False, cache_prompt=True):
+def two_turns(model, folder, policy, reply, *, thought="", is_stored=False, cache_prompt=True):
     """Ask two questions. Return (tokens read before the second reply, n_cached, number of stored chats).
 
     The first reply ends at a stop string.
+    thought: text before this reply.
     is_stored: True to ask in another chat in between, so that the first chat is loaded from its file.
     """
     stop = REPLIES[reply]
     with dictated_slot(model, PLAIN, folder, policy, 256) as ask:
         messages = [message("user", "Tell me about rivers. " * 40)]
-        answer = ask(messages, f"{reply}{stop} and more", stop=[stop])
+        answer = ask(messages, f"{thought}{reply}{stop} and more", stop=[stop])
         assert answer["message"]["content"] == reply
         messages += [answer["message"], message("user", "Why?")]
         if is_stored:
@@ -56,3 +57,12 @@ def test_rewindable_stream_keeps_no_stop_string(model, tmp_path, policy, reply):
     read_again, n_cached_again, _ = two_turns(model, tmp_path / "again", policy, reply, cache_prompt=False)
     assert continued == read_again
     assert (n_cached > 200, n_cached_again) == (True, 0)
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_stop_string_in_a_thought_is_not_where_the_reply_ends(model, tmp_path, reply):
+    thought = f"<think>\nOne{REPLIES[reply]} two.\n</think>\n\n"
+    tokens, n_cached, _ = two_turns(model, tmp_path, "full", reply, thought=thought)
+    text = b"".join(model.piece(token, special=True) for token in tokens).decode()
+    assert f"{thought}{reply}<|im_end|>\n<|im_start|>user\nWhy?" in text
+    assert n_cached > 200

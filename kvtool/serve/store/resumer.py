@@ -393,8 +393,9 @@ class Resumer:
         stream = writer.stream
         written = stream[-writer.n_written :].tolist()
         pieces = [model.piece(token, special=token in writer.shown) for token in written]
-        text = b"".join(pieces)
-        reply = text.partition(writer.stopped_by.encode())[0]
+        text, stop = b"".join(pieces), writer.stopped_by.encode()
+        # the last token completed the stop string; a thought may have the same text
+        reply = text[: text.index(stop, max(len(text) - len(pieces[-1]) - len(stop), 0))]
         n, n_bytes = len(stream), len(text)
         while n_bytes > len(reply):
             n, n_bytes = n - 1, n_bytes - len(pieces.pop())
