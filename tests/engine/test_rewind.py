@@ -85,6 +85,29 @@ def test_rewound_stream_equals_one_that_read_no_more(tiny_model, share_of, searc
             check_back(engine, fresh, n, n_later, TOLERANCE)
 
 
+# a window of 100 tokens is larger than the budget
+@pytest.mark.parametrize("prefill", ["exact", "whole"])
+@pytest.mark.parametrize(("arch", "shape"), [("llama", {}), ("gemma3", {}), ("gemma3", {"window": 100})])
+def test_rewind_to_the_closing_of_gaps_after_a_prompt_that_was_read_at_once(tiny_model, arch, shape, prefill):
+    n_ctx, n_prompt, n = 256, 240, 280
+    path, policy = tiny_model(arch, n_ctx_train=n_ctx, **shape), fit(search="all")
+    tokens, states, expected = random_tokens(n), {}, {}
+    with start_engine(path, policy, prefill=prefill) as engine:
+        engine.read(tokens[:n_prompt])
+        for i in range(n_prompt, n):
+            states[i], expected[i] = state(engine), logits(engine, tokens[i : i + 1])
+            if engine.n_past == n_ctx + 1:
+                assert engine.n_restart == 1
+                engine.checkpoints.take()
+        engine.checkpoints.take()
+        # the last token before an eviction, when the cache is full, and two earlier tokens
+        for i in (270, 263, n_ctx + 1):
+            assert engine.rewind(i) == i
+            assert state(engine) == states[i]
+            assert np.abs(logits(engine, tokens[i : i + 1]) - expected[i]).max() < TOLERANCE
+            engine.checkpoints.take()
+
+
 @pytest.mark.parametrize("arch", ["llama", "deepseek2", "deepseek32", "qwen2vl", "refact", "gpt2"])
 def test_full_rewinds_to_any_token(tiny_model, arch):
     n_ctx = 256
