@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.errors import UsageError
+from kvtool.errors import LibraryError, UsageError
+from kvtool.llama.cache.archive import Archive
+from kvtool.llama.cache.context import Context
 from kvtool.llama.libllama.workers import add_rpc
 from tests.engine import rpc_server
 from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
@@ -195,6 +197,29 @@ def test_rewind_to_a_forgotten_window_changes_nothing(tiny_model):
         # sinks are never forgotten, so a stream can always go back to them
         assert engine.rewind(3) == 3
         assert engine.n_kv == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "method"),
+    [("recall", Context, "apply"), ("recall", Archive, "rewind"), ("h2o", Context, "set_positions")],
+)
+def test_failed_rewind_starts_over(tiny_model, monkeypatch, name, part, method):
+    def fail(*_, **__):
+        monkeypatch.undo()
+        raise LibraryError
+
+    states, policy = [], policies.fit(name, 48, 16)
+    with start_engine(tiny_model(n_head_kv=2, n_ctx_train=256), policy, prefill="stream") as engine:
+        engine.pin(6)
+        for _ in range(2):
+            engine.read(random_tokens(190))
+            engine.checkpoints.take()
+            engine.read(random_tokens(110))
+            states.append(state(engine))
+            monkeypatch.setattr(part, method, fail)
+            assert engine.rewind(200) == engine.n_past == engine.n_archived == 0
+        assert engine.n_pinned == 6
+        assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("name", ["streamingllm", "h2o"])
