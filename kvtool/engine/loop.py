@@ -397,9 +397,13 @@ class Engine:
         that it did not accept.
         """
         tokens = _checked(tokens, self.model.n_vocab)
-        self.context.mark_drafts(len(tokens) - 1)
         self._prepare(len(tokens))
-        self._decode(tokens, len(tokens), len(tokens) - 1)
+        self.context.mark_drafts(len(tokens) - 1)
+        try:
+            self._decode(tokens, len(tokens), len(tokens) - 1)
+        finally:
+            # a decode that fails leaves the mark
+            self.context.mark_drafts(0)
         self.context.sample_from(0)
 
     @delayed
