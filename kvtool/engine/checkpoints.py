@@ -194,8 +194,10 @@ class Checkpoints:
         """Restore the cache from a copy of the whole cache, but do not change `n_pinned` and `n_held`."""
         cache = self._cache
         n_pinned, n_held = cache.n_pinned, cache.n_held
-        snapshot.restore(cache, arrays_in(checkpoint.data), n_cell)
-        cache.n_pinned, cache.n_held = n_pinned, n_held
+        try:
+            snapshot.restore(cache, arrays_in(checkpoint.data), n_cell)
+        finally:
+            cache.n_pinned, cache.n_held = n_pinned, n_held
         cache.context.forget_logits()
 
     def to_save(self) -> list[Checkpoint]:

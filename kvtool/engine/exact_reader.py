@@ -50,6 +50,7 @@ class ExactReader:
     def n_readable(self, n: int) -> int:
         """Return how many of the next n tokens can be read exactly; 0 if another way of reading is better.
 
+        A single token is never read exactly, because then each step of a reply might copy the whole archive.
         While attention to archived tokens is traced, no text is read exactly, because attention can be traced
         only on the host.
         """
@@ -62,7 +63,7 @@ class ExactReader:
         if rows.n_kv + n <= cache.policy.n_live:
             return 0
         if self._is_asked:
-            return n
+            return n if n > 1 else 0
         n_fit = gpu_free_bytes(cache.context.model.only_gpu) // self._token_bytes
         if n_fit < archive.n_max:
             n = min(n, n_fit - rows.n_past)

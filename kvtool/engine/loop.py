@@ -21,7 +21,7 @@ from kvtool.engine.residents import Residents
 from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
-from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
+from kvtool.errors import KvtoolError, LibraryError, OutOfMemory, StreamEnd, UsageError
 from kvtool.llama.cache.context import Context
 from kvtool.llama.loaded.model import Model
 from kvtool.policy import Policy, State
@@ -397,9 +397,13 @@ class Engine:
         that it did not accept.
         """
         tokens = _checked(tokens, self.model.n_vocab)
-        self.context.mark_drafts(len(tokens) - 1)
         self._prepare(len(tokens))
-        self._decode(tokens, len(tokens), len(tokens) - 1)
+        self.context.mark_drafts(len(tokens) - 1)
+        try:
+            self._decode(tokens, len(tokens), len(tokens) - 1)
+        finally:
+            # a decode that fails leaves the mark
+            self.context.mark_drafts(0)
         self.context.sample_from(0)
 
     @delayed
@@ -434,8 +438,9 @@ class Engine:
 
         The newest archived tokens move back into the window. Returns the number of tokens that are left. If
         this number is less than n, the caller reads the missing tokens again. The number is 0 if a checkpoint
-        is needed but does not exist. Returns None and changes nothing if the archive has dropped tokens that
-        the window needs. Raises UsageError if the stream has fewer than n tokens.
+        is needed but does not exist, or if an edit of the cache fails. Returns None and changes nothing if
+        the archive has dropped tokens that the window needs. Raises UsageError if the stream has fewer than n
+        tokens.
         """
         self.context.check_open()
         check_whole("n", n, UsageError)
@@ -448,14 +453,19 @@ class Engine:
             self.empty()
             return 0
         n = n_kept if checkpoint else n
-        if checkpoint and self.checkpoints.are_whole:
-            self.checkpoints.put_back(checkpoint, self.n_cell)
-        else:
-            # imported here, because most chats do not need this module
-            from kvtool.engine.rewind import rewind
+        try:
+            if checkpoint and self.checkpoints.are_whole:
+                self.checkpoints.put_back(checkpoint, self.n_cell)
+            else:
+                # imported here, because most chats do not need this module
+                from kvtool.engine.rewind import rewind
 
-            if not rewind(self.cache, n, checkpoint):
-                return None
+                if not rewind(self.cache, n, checkpoint):
+                    return None
+        except KvtoolError:
+            # a part of the state is rewound and the rest is not: forget all of it
+            self.empty()
+            return 0
         self.checkpoints.cut(n)
         return n
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +19,8 @@ class _Earlier(NamedTuple):
     ----------
     n_first
         Number of tokens at the start of the stream that are never evicted.
+    first_rot
+        For p < `n_first`, the key of the token at position p was rotated to p + `first_rot`.
     begin
         Position of the oldest token in the cache after the first n_first tokens.
     n_kv
@@ -31,6 +32,7 @@ class _Earlier(NamedTuple):
     """
 
     n_first: int
+    first_rot: int
     begin: int
     n_kv: int
     base: int
@@ -60,7 +62,8 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
     source = np.empty((len(n_keep), n_own), np.int32)
     fill_holes(keep, n_keep, source)
     kept_pos = np.take_along_axis(pos, source, axis=1)
-    kept_rot = kept_pos - np.where(kept_pos < earlier.n_first, 0, earlier.base).astype(np.int32)
+    shift = np.where(kept_pos < earlier.n_first, earlier.first_rot, -earlier.base).astype(np.int32)
+    kept_rot = kept_pos + shift
     delta = kept_rot - np.take_along_axis(rows.rot, source, axis=1)
     live = np.full(len(n_keep), earlier.n_kv, np.int32)
     n_planned = n if earlier.n_kv == n else n - (earlier.n_kv - cache.policy.n_keep)
@@ -86,37 +89,43 @@ def rewind(cache: PolicyCache, n: int, checkpoint: Checkpoint | None = None) -> 
 def _earlier(cache: PolicyCache, n: int, checkpoint: Checkpoint | None) -> _Earlier | None:
     """Return the stream's state after n tokens; None if tokens that the cache had at that time are lost."""
     rows, archive = cache.rows, cache.context.archive
-    base = rows.n_past - rows.next_rot
+    if not (archive and archive.n):
+        return _Earlier(n, 0, n, n, 0, 0) if rows.n_kv == rows.n_past else None
+    span, frames = archive.span, archive.frames
+    n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
+    if n <= n_first:
+        return _Earlier(n_first, 0, span.start, n, 0, cache.n_restart)
     n_kv = n_live(cache.policy, n)
     if checkpoint and checkpoint.n_past == n:
         # Use the number of live cells at the checkpoint, but at most the policy's maximum. The number may
         # exceed this maximum if the checkpoint was made during the whole reading of a prompt
         n_kv = min(checkpoint.part.n_kv, cache.policy.n_live)
-    if not (archive and archive.n):
-        return _Earlier(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
-    span, frames = archive.span, archive.frames
-    n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())
-    if n <= n_first:
-        return _Earlier(n_first, span.start, n, 0, cache.n_restart)
     # Tokens after the archive's end have never been evicted, so `begin` is at most the archive's end. The
     # limit is needed, because `n_live` may count more evictions than there were
     begin = min(n - n_kv + n_first, span.stop)
+    # A frame is a run of tokens whose keys have the same base. A frame starts whenever gaps between positions
+    # are closed. Its first token is the oldest token, after the first n_first, that was live at that time
+    if checkpoint:
+        # Use the checkpoint's base, because the positions in its sliding layers have that base. If no frame
+        # has it, no token was evicted between the start of the frame and the checkpoint
+        part = checkpoint.part
+        base, n_later = part.base, cache.n_restart - part.n_restart
+        first = next((first for first, other in frames if other == base), part.n_past - part.n_kv + n_first)
+    else:
+        # Find the newest frame that had started when the stream had n tokens. A frame had started if its
+        # first token is before `begin`, or if n tokens did not fit in the context with the previous base
+        at = max(sum(first < begin for first, _ in frames) - 1, 0)
+        while at + 1 < len(frames) and n - frames[at][1] > cache.n_ctx:
+            at += 1
+        (first, base), n_later = frames[at], len(frames) - 1 - at
+    # Tokens before the frame had been evicted when it started. `n_live` may count fewer evictions than there
+    # were, because it does not know where prompts ended that were read whole or exactly
+    begin = max(begin, first)
     if begin < span.start:
         return None
-    if checkpoint:
-        # use the checkpoint's base, because the positions in its sliding layers have that base
-        part = checkpoint.part
-        return _Earlier(n_first, begin, n_first + n - begin, part.base, cache.n_restart - part.n_restart)
-    # A frame is a run of tokens whose keys have the same base. A frame starts whenever gaps between positions
-    # are closed. Its first token is the oldest token that was live at that time. Find the newest frame that
-    # had started when the stream had n tokens. A frame had started if its first token is before `begin`. If
-    # its first token is at `begin`, the frame had started only if n tokens did not fit in the context with
-    # the previous frame's base
-    started = len([first for first, _ in takewhile(lambda frame: frame[0] < begin, frames)])
-    at = max(started - 1, 0)
-    while at + 1 < len(frames) and frames[at + 1][0] <= begin and n - frames[at][1] > cache.n_ctx:
-        at += 1
-    return _Earlier(n_first, begin, n_first + n - begin, frames[at][1], len(frames) - 1 - at)
+    # closing gaps rotates the first n_first tokens to the positions just before the frame
+    first_rot = first - base - n_first if base else 0
+    return _Earlier(n_first, first_rot, begin, n_first + n - begin, base, n_later)
 
 
 def n_live(policy: Policy, n: int) -> int:

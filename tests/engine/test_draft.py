@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.errors import LibraryError
+from kvtool.errors import LibraryError, OutOfMemory
+from kvtool.llama.cache.context import Context
 from kvtool.policy import Signal
 from tests.engine.exact_engines import distinct_tokens, open_engine, random_tokens
 
@@ -84,14 +85,25 @@ def test_drafts_do_not_change_results_in_any_kind_of_model(tiny_model, arch, nam
     same_with_drafts(tiny_model(arch=arch, n_ctx_train=200), name, random_tokens(250))
 
 
-def test_drafts_attend_to_the_archive_like_single_tokens(tiny_model):
+def test_drafts_attend_to_the_archive_like_single_tokens(tiny_model, monkeypatch):
+    def fail(*_):
+        raise OutOfMemory
+
     path, tokens = tiny_model(n_ctx_train=4096), random_tokens(1500)
     policy, logits = policies.fit("recall", 96, None, ["exact=24"]), []
     for rng in (None, np.random.default_rng(1)):
         with open_engine(path, policy, n_draft=N_DRAFT, archive_type="f32") as engine:
             engine.read(tokens[:1300])
             assert engine.context.archive.clustered
-            logits.append(np.array([*decoded_logits(engine, tokens[1300:], rng)]))
+            if rng:
+                with monkeypatch.context() as patch:
+                    patch.setattr(Context, "decode", fail)
+                    with pytest.raises(OutOfMemory):
+                        engine.draft(tokens[1300:1304])
+            # a draft that failed does not change how a text attends to the archive
+            engine.read(tokens[1300:1308])
+            text = engine.context.next_logits.copy()
+            logits.append(np.array([text, *decoded_logits(engine, tokens[1308:], rng)]))
     assert np.abs(logits[0] - logits[1]).max() < 1e-3
 
 

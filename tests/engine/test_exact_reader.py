@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.engine.loop import Engine
 from kvtool.errors import LibraryError, OutOfMemory, StreamEnd, UsageError
 from kvtool.llama.cache.archive import Archive
 from kvtool.llama.cache.context import Context
@@ -95,6 +96,17 @@ def test_exact_reading_with_mla_equals_the_full_cache(tiny_model, settings):
     )
     tolerance = ROUGH if settings else TOLERANCE
     assert np.abs(exact - full).max() < tolerance < np.abs(streamed - full).max()
+
+
+def test_single_tokens_are_read_in_steps(tiny_model):
+    path, (prompt, _, *later), logits = tiny_model("deepseek2", n_ctx_train=2048), parts_of(), []
+    for decode in (Engine.read, Engine.step):
+        with open_engine(path, fit_recall(exact=16), prefill="exact", archive_type="f32") as engine:
+            engine.read(prompt)
+            for token in later:
+                decode(engine, token)
+                logits.append(engine.context.logits()[-1].copy())
+    np.testing.assert_array_equal(logits[:N_LATER], logits[N_LATER:])
 
 
 @pytest.mark.parametrize(("kind", "most"), [("q8_0", 0.05), ("q5_0/q4_0", 0.25), ("iq4_nl", 0.3)])

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.errors import UsageError
+from kvtool.errors import LibraryError, UsageError
+from kvtool.llama.cache.archive import Archive
+from kvtool.llama.cache.context import Context
 from kvtool.llama.libllama.workers import add_rpc
 from tests.engine import rpc_server
 from tests.engine.exact_engines import TOLERANCE, open_engine, random_tokens
@@ -84,6 +86,29 @@ def test_rewound_stream_equals_one_that_read_no_more(tiny_model, share_of, searc
     with start_engine(path, policy) as engine, start_engine(path, policy) as fresh:
         for n in sorted({*lengths, policy.n_live + 1, policy.n_live}, reverse=True):
             check_back(engine, fresh, n, n_later, TOLERANCE)
+
+
+# a window of 100 tokens is larger than the budget
+@pytest.mark.parametrize("prefill", ["exact", "whole"])
+@pytest.mark.parametrize(("arch", "shape"), [("llama", {}), ("gemma3", {}), ("gemma3", {"window": 100})])
+def test_rewind_to_the_closing_of_gaps_after_a_prompt_that_was_read_at_once(tiny_model, arch, shape, prefill):
+    n_ctx, n_prompt, n = 256, 240, 280
+    path, policy = tiny_model(arch, n_ctx_train=n_ctx, **shape), fit(search="all")
+    tokens, states, expected = random_tokens(n), {}, {}
+    with start_engine(path, policy, prefill=prefill) as engine:
+        engine.read(tokens[:n_prompt])
+        for i in range(n_prompt, n):
+            states[i], expected[i] = state(engine), logits(engine, tokens[i : i + 1])
+            if engine.n_past == n_ctx + 1:
+                assert engine.n_restart == 1
+                engine.checkpoints.take()
+        engine.checkpoints.take()
+        # the last token before an eviction, when the cache is full, and two earlier tokens
+        for i in (270, 263, n_ctx + 1):
+            assert engine.rewind(i) == i
+            assert state(engine) == states[i]
+            assert np.abs(logits(engine, tokens[i : i + 1]) - expected[i]).max() < TOLERANCE
+            engine.checkpoints.take()
 
 
 @pytest.mark.parametrize("arch", ["llama", "deepseek2", "deepseek32", "qwen2vl", "refact", "gpt2"])
@@ -173,6 +198,29 @@ def test_rewind_to_a_forgotten_window_changes_nothing(tiny_model):
         # sinks are never forgotten, so a stream can always go back to them
         assert engine.rewind(3) == 3
         assert engine.n_kv == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "method"),
+    [("recall", Context, "apply"), ("recall", Archive, "rewind"), ("h2o", Context, "set_positions")],
+)
+def test_failed_rewind_starts_over(tiny_model, monkeypatch, name, part, method):
+    def fail(*_, **__):
+        monkeypatch.undo()
+        raise LibraryError
+
+    states, policy = [], policies.fit(name, 48, 16)
+    with start_engine(tiny_model(n_head_kv=2, n_ctx_train=256), policy, prefill="stream") as engine:
+        engine.pin(6)
+        for _ in range(2):
+            engine.read(random_tokens(190))
+            engine.checkpoints.take()
+            engine.read(random_tokens(110))
+            states.append(state(engine))
+            monkeypatch.setattr(part, method, fail)
+            assert engine.rewind(200) == engine.n_past == engine.n_archived == 0
+        assert engine.n_pinned == 6
+        assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("name", ["streamingllm", "h2o"])
