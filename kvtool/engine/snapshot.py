@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvtool.engine.policy_cache import PolicyCache
-from kvtool.errors import LibraryError, SessionError, StreamEnd
+from kvtool.errors import LibraryError, OutOfMemory, SessionError, StreamEnd
 
 COUNTERS = (
     "rows.n_past",
@@ -74,8 +74,8 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
     """Continue from the arrays that `save` yielded. n_cell: maximum number of tokens in the cache.
 
     Raises SessionError if the arrays do not fit this model, policy or cache. The engine is then unchanged, or
-    empty if llama.cpp refused the arrays. Raises StreamEnd if there is no room for the archive. The engine is
-    then empty.
+    empty if llama.cpp refused the arrays. Raises StreamEnd if there is no room for the archive, and
+    OutOfMemory. The engine is then empty.
     """
     counters = check(cache, saved, n_cell)
     try:
@@ -83,7 +83,7 @@ def restore(cache: PolicyCache, saved: Mapping[str, np.ndarray], n_cell: int) ->
     except LibraryError:
         cache.reset()
         raise SessionError(_MISFIT) from None
-    except StreamEnd:
+    except (StreamEnd, OutOfMemory):
         cache.reset()
         raise
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.chats import session
-from kvtool.errors import PlanError, SessionError
+from kvtool.errors import LibraryError, OutOfMemory, PlanError, SessionError, StreamEnd
 from tests.engine.exact_engines import live_positions, open_engine, random_tokens
 
 
@@ -156,6 +156,24 @@ def test_arrays_that_do_not_fit_leave_the_engine_unchanged(tiny_model):
             assert engine.n_past == 20
             engine.read(tokens[20:])
             np.testing.assert_array_equal(engine.rows.pos[:, : engine.n_kv], saved["pos"])
+
+
+@pytest.mark.parametrize("error", [LibraryError, OutOfMemory, StreamEnd])
+def test_engine_is_empty_after_a_failed_restore(tiny_model, monkeypatch, error):
+    tokens = random_tokens(60)
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8, [])) as engine:
+        expected = scores(engine, tokens)
+        saved = dict(engine.save())
+        with monkeypatch.context() as patched:
+
+            def fail(positions):
+                raise error("no memory")
+
+            patched.setattr(engine.context, "set_positions", fail)
+            with pytest.raises(SessionError if error is LibraryError else error):
+                engine.restore(saved)
+        assert engine.n_past == engine.rows.n_kv == 0
+        np.testing.assert_array_equal(scores(engine, tokens), expected)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
