@@ -63,7 +63,7 @@ def test_keydiff_compares_cosines_across_rows_that_share_a_budget():
     keys = np.stack([np.concatenate([keys, keys]), np.concatenate([keys, 0 * keys])]).astype(np.float32)
     pos = np.array([range(2 * n), [*range(n, 2 * n), *[-1] * n]], np.int32)
     state = policy.start(*keys.shape)
-    policy.observe(view_of(2 * n, keys=keys), state)
+    policy.observe(view_of([range(2 * n)] * 2, keys=keys), state)
     assert np.array_equal(state[0][0, :n], state[0][1, :n])
     view = view_of(pos, live=np.array([2 * n, n], np.int32))
     score = policy.scores(view, state)
