@@ -183,7 +183,10 @@ class Splitter:
                 continue
             is_longer = any(len(each) > len(mark) and each.startswith(text[at:]) for each in marks)
             if not mark or is_longer:
-                at = 0 if self._part is _Part.START else at if mark else self._n_certain(text, marks)
+                if self._part is _Part.START:
+                    at = 0
+                elif not mark:
+                    at = self._n_certain(text, marks)
                 self._held = text[at:]
                 yield from self._texts(text[:at])
                 return
@@ -205,11 +208,12 @@ class Splitter:
 
     def _n_certain(self, text: str, marks: Iterable[str]) -> int:
         """Return how many characters of a text without marks belong to the present part in any case."""
-        calls = [self._call] if self._call and self._part is _Part.THOUGHT else []
-        for call in calls:
-            if (at := text.find(call)) >= 0:
+        may_end = [*marks]
+        if self._call and self._part is _Part.THOUGHT:
+            if (at := text.find(self._call)) >= 0:
                 return at
-        return len(text) - max((n_begun(text, tag) for tag in (*marks, *calls)), default=0)
+            may_end.append(self._call)
+        return len(text) - max((n_begun(text, mark) for mark in may_end), default=0)
 
     def _begin(self, mark: str, part: _Part) -> Iterator[tuple[bool, str]]:
         """Begin the part after a mark."""

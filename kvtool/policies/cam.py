@@ -15,8 +15,8 @@ denominator matters: with score=sum and merge=16, the perplexity is 27.7 for "ta
 
 Differs from the paper: an eviction makes room for `slack` tokens. The paper makes room for one token, as
 --evict-every 1 does. Tokens that are evicted together are not merged into each other. At most the newest
-`merge` of them are merged: the next `merge` tokens of each older one are evicted as well. If a prompt does
-not fit, the first program merges no evicted token, and the second only the newest. If fewer than `merge`
+`merge` of them are merged, because the `merge` tokens after each older token are evicted with it. If a prompt
+does not fit, the first program merges no evicted token, and the second only the newest. If fewer than `merge`
 tokens follow an evicted token, each of them still gets 1 / `merge` of the value. The draw of a KV head uses
 the attention summed over its group of query heads.
 """
