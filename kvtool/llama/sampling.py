@@ -57,7 +57,10 @@ def _bias(text: str) -> tuple[int, float]:
             return int(match[1]), float(match[2] + match[3])
         except ValueError:
             pass
-    raise UsageError(f"--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got {shown(text)!r}")
+    raise UsageError(
+        f"--logit-bias must be the number of a token and a bias (15043+1), got {shown(text)!r}; "
+        "`generate --json --logprobs 0` shows the numbers of tokens"
+    )
 
 
 def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None, str], str | None]:

@@ -105,7 +105,10 @@ WRONG_VALUES = [
     ("generate -p x --prefill half", "prefill must be stream, whole or exact"),
     ("generate x --logprobs 2", "kvtool: --logprobs needs --json\n"),
     ("chat --system a --system-file /dev/null", "--system and --system-file are both given; leave out "),
-    ("chat -l 5 -m no-such-model", "--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got '5'"),
+    (
+        "chat -l 5 -m no-such-model",
+        "--logit-bias must be the number of a token and a bias (15043+1), got '5'; ",
+    ),
     ("chat --grammar 'x ::= y' -j {} -m none", "--grammar and --json-schema cannot be combined; choose "),
     ("generate x -ot '[red](=CPU'", "--override-tensor: '[red](' is not a regular expression"),
     ("generate x -ot [red]=GPU0", "--override-tensor: there is no buffer 'GPU0'; there are: CPU"),

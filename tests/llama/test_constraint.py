@@ -299,6 +299,9 @@ def test_a_token_may_be_named_by_its_text(tmp_path, kind):
                 UsageError, match="^the grammar cannot be used: <thin> is not one token of this"
             ):
                 Matcher(Vocabulary.of(model), rules_of(grammar))
+        end = model.marker(model.eos)
+        with pytest.raises(UsageError, match=f"{re.escape(end)} ends a reply in any case; leave it out"):
+            Matcher(Vocabulary.of(model), rules_of(f'root ::= "a" {end}'))
 
 
 ENDLESS = {

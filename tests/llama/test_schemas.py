@@ -216,7 +216,7 @@ LIMITS = {"minimum": -(2**63 - 1024), "maximum": 2**63 - 1}
 )
 def test_objects_are_closed_and_integers_bounded_by_default(schema, result):
     # minProperties is left out of the rewritten schema, because llguidance counts only properties that the
-    # schema does not name
+    # schema does not name, and counts names that it writes twice
     actual, left_out = rewritten(schema)
     assert {key: value for key, value in actual.items()} == {
         key: value for key, value in result.items() if key not in {name.keyword for name in left_out}
@@ -322,6 +322,20 @@ def test_counts_of_properties_are_enforced_if_the_parts_have_no_properties(vocab
     assert enforced(schema, strict=True)
     assert is_text_of(vocabulary, schema, '{"b": 1}')
     assert not is_text_of(vocabulary, schema, '{"b": 1, "c": 1}')
+
+
+@pytest.mark.parametrize(
+    ("count", "required", "is_left_out"),
+    [
+        ({"minProperties": 1}, [], False),
+        ({"minProperties": 2}, [], True),
+        ({"minProperties": 2}, ["a", "b"], False),
+        ({"maxProperties": 2}, [], False),
+    ],
+)
+def test_counts_that_a_repeated_name_could_meet_are_left_out(count, required, is_left_out):
+    schema = {"type": "object", "additionalProperties": {"type": "integer"}, "required": required} | count
+    assert enforced(schema).not_held == (["minProperties"] if is_left_out else [])
 
 
 def test_names_without_a_definition_are_left_out():

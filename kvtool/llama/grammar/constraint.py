@@ -204,6 +204,8 @@ class Matcher(Constraint):
         tokens = self._vocabulary.tokens_of(text.encode())
         if len(tokens) != 1:
             raise UsageError(f"{self._name} cannot be used: {text} is not one token of this model")
+        if tokens[0] in self._vocabulary.ends and name == text:
+            raise UsageError(f"{self._name} cannot be used: {text} ends a reply in any case; leave it out")
         return f"<[{'^' * name.startswith('!')}{tokens[0]}]>"
 
     def mask(self) -> np.ndarray:

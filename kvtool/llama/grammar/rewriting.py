@@ -261,9 +261,10 @@ class _Writer:
             new["additionalProperties"] = False
 
     def _counts(self, new: Schema, where: str, *, is_alone: bool) -> None:
-        """Leave out minProperties and maxProperties of an object that may have optional properties.
+        """Leave out minProperties and maxProperties that llguidance does not enforce.
 
-        llguidance would count only the properties that the schema does not name, or refuse the schema.
+        If properties may be optional, it would count only those that the schema does not name, or refuse the
+        schema. It also counts a name that it writes twice.
         """
         names, required = new.get("properties", {}), new.get("required", [])
         if not isinstance(names, Mapping) or not isinstance(required, list):
@@ -276,6 +277,9 @@ class _Writer:
         if has_optional or others_may_have or (self._narrows and not is_alone):
             for key in {"minProperties", "maxProperties"} & new.keys():
                 self._leave_out(new, key, where)
+        least = new.get("minProperties", 0)
+        if self._narrows and isinstance(least, int) and least > max(len(required), 1):
+            self._leave_out(new, "minProperties", where)
 
     def _parts(self, new: Schema, where: str, *, is_alone: bool) -> None:
         """Rewrite the subschemas."""
