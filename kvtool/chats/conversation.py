@@ -400,6 +400,11 @@ class Conversation:
                 yield piece
 
     @property
+    def written(self) -> str:
+        """The last reply without its stop string, and without the beginning that a client gave."""
+        return "".join(self._written[1:])
+
+    @property
     def has_written(self) -> bool:
         """True if the last reply has text, in its thought or its answer."""
         return any(self._written)

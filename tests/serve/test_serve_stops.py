@@ -6,7 +6,7 @@ import pytest
 
 from tests.serve.http_requests import message
 from tests.serve.slot_requests import dictated_slot
-from tests.serve.test_serve_thinking import PLAIN
+from tests.serve.test_serve_thinking import CHAT, PLAIN
 
 pytestmark = pytest.mark.engine
 
@@ -66,3 +66,21 @@ def test_stop_string_in_a_thought_is_not_where_the_reply_ends(model, tmp_path, r
     text = b"".join(model.piece(token, special=True) for token in tokens).decode()
     assert f"{thought}{reply}<|im_end|>\n<|im_start|>user\nWhy?" in text
     assert n_cached > 200
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+@pytest.mark.parametrize("policy", ["h2o", "full"])
+def test_stop_string_may_begin_in_held_text_or_be_read_out_of_the_stream(model, tmp_path, policy, opening):
+    # the splitter holds "<thi" back, because it may begin a tag; this template drops earlier thoughts
+    source = CHAT.replace("%OPEN%", opening).replace(
+        "{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    )
+    thought = "Hm.\n</think>\n\n" if opening else ""
+    with dictated_slot(model, source, tmp_path, policy, 256) as ask:
+        messages = [message("user", "Tell me about rivers. " * 40)]
+        for reply, stop in (("", "<"), ("So", ";")):
+            answer = ask(messages, f"{thought}{reply}{stop}this> and more", stop=[stop])
+            assert (answer["message"]["content"], answer["finish"]) == (reply, "stop")
+        answer = ask([*messages, answer["message"], message("user", "Why?")], f"{thought}Because.")
+        assert answer["message"]["content"] == "Because."
+        assert answer["n_cached"] > 200

@@ -393,9 +393,10 @@ class Resumer:
         stream = writer.stream
         written = stream[-writer.n_written :].tolist()
         pieces = [model.piece(token, special=token in writer.shown) for token in written]
-        text, stop = b"".join(pieces), writer.stopped_by.encode()
-        # the last token completed the stop string; a thought may have the same text
-        reply = text[: text.index(stop, max(len(text) - len(pieces[-1]) - len(stop), 0))]
+        text, reply = b"".join(pieces), self.conversation.written.encode()
+        if not text.startswith(reply):
+            # the reply was read again without its thought and the stop string, or it is not UTF-8
+            return
         n, n_bytes = len(stream), len(text)
         while n_bytes > len(reply):
             n, n_bytes = n - 1, n_bytes - len(pieces.pop())
