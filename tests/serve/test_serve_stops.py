@@ -79,7 +79,7 @@ def test_stop_string_may_begin_in_held_text_or_be_read_out_of_the_stream(model, 
     with dictated_slot(model, source, tmp_path, policy, 256) as ask:
         messages = [message("user", "Tell me about rivers. " * 40)]
         for reply, stop in (("", "<"), ("So", ";")):
-            answer = ask(messages, f"{thought}{reply}{stop}this> and more", stop=[stop])
+            answer = ask(messages, f"{thought}{reply}{stop}thi> and more", stop=[stop])
             assert (answer["message"]["content"], answer["finish"]) == (reply, "stop")
         answer = ask([*messages, answer["message"], message("user", "Why?")], f"{thought}Because.")
         assert answer["message"]["content"] == "Because."
