@@ -373,9 +373,9 @@ class Conversation:
             splitter, text = self.splitter(), "".join(self._written)
             before, reply = self.messages, _reply(text, template, splitter, self.opening)
             self.messages = [*before, reply]
+            stays = splitter.had_thought and not template.drops_thoughts
             # some models write control tokens after the answer, which must not stay
-            is_last = text.endswith(without_thought(text, self.splitter()))
-            stays = splitter.had_thought and is_last and not template.drops_thoughts
+            stays = stays and text.endswith(without_thought(text, self.splitter()))
             self.finish_reply(None if stays else header.lead_of(template, before, reply))
 
     def write(self, n_max: int | None, *, may_change: bool) -> Generator[str, None, None]:

@@ -88,7 +88,8 @@ class Model:
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
-        self._given_info = info
+        if info:
+            self.info = info
         self.adapters = adapters
         self._n_gpu_layers = n_gpu_layers
         self._placement = placement or Placement()
@@ -159,7 +160,7 @@ class Model:
     @cached_property
     def info(self) -> ModelInfo:
         """The model's header."""
-        return self._given_info or read(self.path)
+        return read(self.path)
 
     @cached_property
     def layers(self) -> Layers:
