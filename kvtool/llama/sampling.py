@@ -75,7 +75,8 @@ def _or_file(is_text: Callable[[str], bool], kind: str) -> Callable[[str | None,
             return None
         if is_text(raw):
             return utf8(flag, raw)
-        if re.search(r"""["'={}\[\]|\n]""", raw) and not exists(raw):
+        # a number, false or null may be meant as JSON
+        if re.search(r"""["'={}\[\]|\n]|^\s*(?:-?[\d.]+|false|null)\s*$""", raw) and not exists(raw):
             raise UsageError(f"{flag}: {shown(raw)} is neither a file nor {kind}")
         return read_text(raw)
 
@@ -239,7 +240,10 @@ class Sampling(Options):
         "-j, --json-schema FILE|TEXT",
         None,
         "Write only JSON that fits this schema: a file, or the schema itself.",
-        read=_or_file(lambda text: text.lstrip().startswith("{"), "a JSON schema, which begins with {"),
+        read=_or_file(
+            lambda text: text.strip() == "true" or text.lstrip().startswith("{"),
+            "a JSON schema, which is an object {...} or true",
+        ),
         aliases=("-jf", "--json-schema-file"),
     )
 

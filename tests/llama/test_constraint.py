@@ -15,12 +15,13 @@ import pytest
 from kvtool import api as kvtool_api
 from kvtool import load_model, load_policy, policies
 from kvtool.chats.writer import Writer
+from kvtool.config.generation import GenerationOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.llama.grammar.constraint import Matcher, Vocabulary
 from kvtool.llama.grammar.gbnf import MAX_CHARACTERS, rules_of
-from kvtool.llama.grammar.schema import Unenforced, enforced
+from kvtool.llama.grammar.schema import Unenforced, enforced, enforced_text
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
@@ -475,6 +476,17 @@ def test_generate_refuses_invalid_grammars_and_schemas(chat_model, typed):
         "generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed
     )
     assert_one_line(done, 2, "kvtool: the ")
+
+
+def test_true_is_a_schema_that_any_json_fits(tmp_path):
+    file = tmp_path / "any.json"
+    for text in ("true", " true\n"):
+        file.write_text(text)
+        for typed in (text, str(file)):
+            given = GenerationOptions.from_values({"json_schema": typed}).json_schema
+            assert enforced_text(given) == enforced({})
+    with pytest.raises(UsageError, match=r"^the JSON schema must be an object \{...\} or true, got \[1\]$"):
+        enforced_text("[1]")
 
 
 def test_python_takes_a_schema_and_stop_strings(smollm2):

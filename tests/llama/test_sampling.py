@@ -591,7 +591,10 @@ def test_session_with_fewer_settings_continues_with_defaults(talk, tmp_path):  #
     [
         ("grammar", 'root :== "x"', "a grammar, whose rules look like root ::= ..."),
         ("grammar", "'a' | 'b'" * 99, "a grammar, whose rules look like root ::= ..."),
-        ("json_schema", "[1]", "a JSON schema, which begins with {"),
+        *(
+            ("json_schema", text, "a JSON schema, which is an object {...} or true")
+            for text in ("[1]", '"x"', "-5", " false", "null")
+        ),
     ],
 )
 def test_text_that_is_neither_grammar_nor_file_is_refused(name, text, kind, tmp_path, monkeypatch):

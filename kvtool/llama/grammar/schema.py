@@ -72,8 +72,11 @@ def enforced_text(schema: str) -> Enforced:
     except ValueError:
         # Python refuses to parse a number that has thousands of digits
         raise UsageError("the JSON schema has a number of too many digits") from None
+    if parsed is True:
+        # any JSON fits
+        parsed = {}
     if not isinstance(parsed, dict):
-        raise UsageError(f"the JSON schema must be an object {{...}}, got {schema.strip()[:40]}")
+        raise UsageError(f"the JSON schema must be an object {{...}} or true, got {schema.strip()[:40]}")
     return enforced(parsed)
 
 
