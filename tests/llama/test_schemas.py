@@ -178,6 +178,41 @@ def test_texts_fit_the_format_and_numbers_in_them_are_short(vocabulary, format, 
         assert (matcher.n_fitting(tokens) == len(tokens)) == (text in texts), text
 
 
+@pytest.mark.parametrize(
+    ("format", "numbers", "others"),
+    [
+        ("int32", ("-2147483648", "0", "2147483647"), ("-2147483649", "2147483648", "1.5")),
+        ("uint8", ("0", "255"), ("-1", "256", "1.5")),
+        ("int64", ("-2147483649", "9223372036854775807"), ("1.5",)),
+        ("uint", ("0", "4294967296"), ("-1", "1.5")),
+        ("double", ("-1.5", "1"), ()),
+    ],
+)
+def test_numbers_fit_the_format(vocabulary, format, numbers, others):
+    schema = {"type": ["number", "null"], "format": format}
+    assert enforced(schema, strict=True).left_out == []
+    for number in (*numbers, *others):
+        assert is_text_of(vocabulary, schema, number) == (number in numbers), number
+    assert is_text_of(vocabulary, schema, "null")
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"type": "integer", "format": "decimal"}, ["format decimal"]),
+        (
+            {"type": "string", "contentEncoding": "base64", "contentMediaType": "image/png"},
+            ["contentEncoding", "contentMediaType"],
+        ),
+        ({"type": "string", "contentSchema": {"type": "object"}}, ["contentSchema"]),
+    ],
+)
+def test_formats_and_contents_that_cannot_be_enforced_are_listed(schema, names):
+    assert enforced(schema).not_held == names
+    with pytest.raises(Unenforced, match="^the JSON schema's .* cannot be enforced$"):
+        enforced(schema, strict=True)
+
+
 def test_format_and_pattern_must_both_fit(vocabulary):
     schema = {"type": "string", "format": "time", "pattern": "^12:.*Z$"}
     for text, is_fitting in (("12:30:00Z", True), ("13:30:00Z", False), ("12:30:00.1234567890Z", False)):

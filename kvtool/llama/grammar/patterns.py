@@ -73,16 +73,23 @@ _NARROWER: dict[str, dict[str, Any]] = {
         ("byte", "base64"),
         {"pattern": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"},
     ),
-    # every text has these formats
-    **dict.fromkeys(("binary", "password"), {}),
+    **{
+        f"{sign}int{n}": {"multipleOf": 1, "minimum": least, "maximum": least + 2**n - 1}
+        for n in (8, 16, 32)
+        for sign, least in (("", -(2 ** (n - 1))), ("u", 0))
+    },
+    **dict.fromkeys(("uint", "uint64"), {"multipleOf": 1, "minimum": 0}),
+    "int64": {"multipleOf": 1},
+    # every text has these formats, and every number the last two
+    **dict.fromkeys(("binary", "password", "float", "double"), {}),
 }
-"""Formats that llguidance does not know, each with a schema of texts in that format."""
+"""Formats that llguidance does not know, each with a schema of texts or numbers in that format."""
 
 _PART = re.compile(r"\\.|&&|--|~~|.", re.S)
 
 
 def of_format(name: object) -> dict[str, Any] | None:
-    """Return a schema of texts that fit a format. Return None for an unknown format."""
+    """Return a schema of values that fit a format. Return None for an unknown format."""
     if not isinstance(name, str):
         return None
     limit = {"pattern": _DIGITS[name]} if name in _DIGITS else {}

@@ -37,9 +37,9 @@ _MAX_EXACT = 2**53
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([467])|draft/20(19-09|20-12))/schema#?")
 _SINCE = {
     **dict.fromkeys(("contains", "propertyNames"), 6),
-    **dict.fromkeys(("if", "then", "else"), 7),
+    **dict.fromkeys(("if", "then", "else", "contentEncoding", "contentMediaType"), 7),
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "minContains", "maxContains"), 8),
-    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "$recursiveRef"), 8),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "$recursiveRef", "contentSchema"), 8),
     "$dynamicRef": 9,
 }
 """For each keyword, the first draft of JSON Schema that has it. 8 is draft 2019-09, and 9 is 2020-12."""
@@ -48,6 +48,7 @@ _DEPENDENT = ("dependencies", "dependentSchemas", "dependentRequired")
 _NOT_ENFORCED = {
     *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
     *("$dynamicRef", "$recursiveRef", "not", "if", *_DEPENDENT),
+    *("contentEncoding", "contentMediaType", "contentSchema"),
 }
 _IN_PLACE = {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "$ref", *_DEPENDENT}
 """Keywords with subschemas that apply to the same value as the schema itself."""
@@ -184,14 +185,14 @@ class _Writer:
         return [{"pattern": part} for part in parts[:-1]]
 
     def _format(self, new: Schema, where: str) -> list[Schema]:
-        """Translate "format" for llguidance. If it needs a pattern, return a schema with the pattern."""
+        """Translate "format" for llguidance. If it needs other keywords, return a schema with them."""
         if "format" not in new:
             return []
         name = new.pop("format")
         if not self._narrows:
             return []
         known = of_format(name)
-        if known is None and "string" in (_types(new) or {"string"}):
+        if known is None:
             self._leave_out(new, "format", where, f"format {name}")
         more = dict(known or {})
         if "format" in more:
