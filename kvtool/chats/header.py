@@ -66,7 +66,7 @@ class Header:
         texts = [header, earlier, earlier if thoughtful is None else thoughtful]
         others = [model.tokenize(text, special=True) for text in texts]
         kept = os.path.commonprefix(texts)
-        start, end, plain = template.tags
+        start, end, plain, *_ = template.tags
         # the common text must end between tokens, and not within a tag
         while n := len(cut := model.tokenize(kept, special=True)):
             is_tag_cut = any(_is_cut(text, len(kept), tag) for text in texts for tag in (start, plain or end))
@@ -84,7 +84,7 @@ class Header:
         If the text begins with a thought's tag, it is the beginning of a thought. Any other text is the
         beginning of the answer, without a thought before it.
         """
-        start, end, _ = template.tags
+        start, end, *_ = template.tags
         if begun.lstrip().startswith(start):
             text = (self.kept + self.lead).removesuffix(template.opening)
         else:

@@ -192,7 +192,7 @@ class Template:
 
     def _shielded_reply(self, content: str) -> str:
         """Shield a reply, but not the tags of a thought at its beginning, because the template reads them."""
-        opening, end, _ = self.tags
+        opening, end, *_ = self.tags
         blanks, is_there, text = content.partition(opening)
         if not is_there or blanks.strip():
             if end not in content or not self.opens_thought:
@@ -205,7 +205,7 @@ class Template:
     @cached_property
     def has_thoughts(self) -> bool:
         """True if the template contains the tags of a thought, so that the model may think."""
-        start, end, _ = self.tags
+        start, end, *_ = self.tags
         return start in self.source or end in self.source or self.tags != THINK
 
     @cached_property

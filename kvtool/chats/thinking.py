@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 class Tags(NamedTuple):
     """Texts around a thought at the start of a reply.
 
-    `plain` begins a reply without a thought, and is not part of the answer.
+    `plain` begins a reply without a thought, and is not part of the answer. `answer_start` and `answer_end`
+    may stand around the answer, and are not part of it either.
     """
 
     start: str
     end: str
     plain: str = ""
+    answer_start: str = ""
+    answer_end: str = ""
 
     @property
     def bare_end(self) -> str:
@@ -46,7 +49,12 @@ _KIMI = Tags(
 )
 """Kimi K3."""
 
+_GRANITE = Tags("<think>", "</think>", answer_start="<response>", answer_end="</response>")
+"""Granite 3.3. The system prompt of its template asks for these tags."""
+
 _KNOWN = (
+    # this template also names the tags of THINK, so it must be tried first
+    _GRANITE,
     THINK,
     Tags("<seed:think>", "</seed:think>"),
     Tags("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -69,22 +77,29 @@ def tags_in(*texts: str) -> Tags:
     """Return the tags in the first of these texts that has tags; `THINK` if no text has tags.
 
     The texts are a chat template's source and its reply header. The header is needed for templates whose
-    source composes the tags from parts.
+    source composes the tags from parts. Tags of the answer must be next to each other in the text, as in a
+    system prompt that asks for them, because some templates write results of tools in such tags.
     """
-    tags_found = (tags for text in texts for tags in _KNOWN if tags.start in text or tags.end in text)
+    tags_found = (
+        tags
+        for text in texts
+        for tags in _KNOWN
+        if (tags.start in text or tags.end in text) and tags.answer_start + tags.answer_end in text
+    )
     return next(tags_found, THINK)
 
 
 class _Part(Enum):
     """Part of a reply.
 
-    START: it is unknown which part begins. HEADER: the header of a message of gpt-oss. CALL: a tool call of
-    gpt-oss with its header, and everything after it.
+    START: it is unknown which part begins. HEADER: the header of a message of gpt-oss. RESPONSE: an answer
+    in tags. CALL: a tool call of gpt-oss with its header, and everything after it.
     """
 
     START = auto()
     HEADER = auto()
     THOUGHT = auto()
+    RESPONSE = auto()
     ANSWER = auto()
     CALL = auto()
 
@@ -97,11 +112,17 @@ If other text follows START, it is an answer.
 
 
 def _marks_of(tags: Tags) -> _Marks:
-    start, _, plain = tags
-    end = tags.bare_end
+    start, end, plain = tags.start, tags.bare_end, tags.plain
     opens = {start: _Part.THOUGHT, **({plain: _Part.ANSWER} if plain else {})}
     # after `bare_end`, `plain`, a tool call or another thought may follow
     marks = {_Part.START: opens, _Part.THOUGHT: {end: _Part.START if plain else _Part.ANSWER}}
+    if tags.answer_start:
+        opens[tags.answer_start] = _Part.RESPONSE
+        return {
+            _Part.START: opens,
+            _Part.THOUGHT: {end: _Part.START},
+            _Part.RESPONSE: {tags.answer_end: _Part.ANSWER},
+        }
     if tags == _GEMMA:
         # Gemma sometimes leaves out the line break, writes a tag twice, or writes tags after its answer
         opens = {**dict.fromkeys((start, start.rstrip(), "<|channel>"), _Part.THOUGHT), end: _Part.START}
@@ -127,7 +148,8 @@ class Splitter:
 
     A thought can only be at the beginning of a reply, or directly after another thought. Later tags are
     ordinary text, except in the formats with control tokens that `_marks_of` lists. Line breaks between the
-    thought and the answer belong to neither.
+    thought and the answer belong to neither. An answer in tags ends at the first `Tags.answer_end`. Text
+    after it is also a part of the answer.
 
     Some models begin a tool call without ending their thought. If a thought never ends, the answer begins at
     the first call in it. If the thought does end, the call is a part of it.

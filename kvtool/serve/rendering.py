@@ -206,7 +206,7 @@ class Rendering:
         """
         if (lead := self._after_kept(region)) is not None:
             return lead
-        opening, end, _ = self.template.tags
+        opening, end, *_ = self.template.tags
         bare = region.rstrip()
         if not bare.endswith(end.rstrip()):
             return ""

@@ -27,6 +27,8 @@ DROPS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n%OPEN%{% endif %}"
 )
 KEEPS = DROPS.replace(".split('</think>')[-1].lstrip('\n')", "").replace("%OPEN%", "{# <think> #}")
+# a template that asks for tags around the answer, as Granite's does
+RESPONSE = "Think in <think></think> and answer in <response></response>.\n" + KEEPS
 
 
 def parts(text, n, tags=THINK, **options):
@@ -118,6 +120,27 @@ def test_control_tokens_of_thoughts_are_not_part_of_the_answer(sign, text, thoug
 
 @pytest.mark.parametrize("n", [1, 3, 100])
 @pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("<think>Hm</think>\n<response>Yes.</response>", "Hm", "Yes."),
+        ("<think>Hm</think><response>\n One </resp.</response>\n", "Hm", " One </resp.\n"),
+        ("<response>Yes.</response> Sources: a", "", "Yes. Sources: a"),
+        ("<think>Hm</think>\n<response>cut </respon", "Hm", "cut </respon"),
+        ("<think>Hm</think>\n<resp", "Hm", "<resp"),
+        ("<think>Hm</think>\n\nUse <response>x</response>", "Hm", "Use <response>x</response>"),
+        ("<think>One</think><think>Two</think>Yes.", "OneTwo", "Yes."),
+        ("Yes.</response>", "", "Yes.</response>"),
+        ("\n\nYes.", "", "\n\nYes."),
+    ],
+)
+def test_tags_around_the_answer_are_not_part_of_the_answer(text, thought, answer, n):
+    assert parts(text, n, tags=tags_in(RESPONSE)) == (thought, answer)
+    # other models may write such tags as text
+    assert parts("<think>a</think><response>b</response>", n) == ("a", "<response>b</response>")
+
+
+@pytest.mark.parametrize("n", [1, 3, 100])
+@pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("One.\n\nTwo.</think>\n\nYes.\n\nNo.", "One.\n\nTwo.</think>\n\nYes."),
@@ -160,6 +183,9 @@ def test_thought_tags_are_found_in_the_template_source():
     assert tags_in("... [THINK] ... [/THINK]") == Tags("[THINK]", "[/THINK]")
     assert tags_in("content.split('</think>')") == THINK
     assert tags_in("nothing") == THINK
+    assert tags_in(RESPONSE) != THINK
+    # MiniMax M2's template writes the results of tools in these tags
+    assert tags_in("{{ '<response>' ~ m.content ~ '</response>' }}<think>") == THINK
     assert tags_in("{{ '<|channel|>analysis<|message|>' }}").plain == "<|channel|>final<|message|>"
     assert tags_in("split('<channel|>')").start == "<|channel>thought\n"
 
@@ -276,7 +302,7 @@ def read_afresh(talk):
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
-@pytest.mark.parametrize("source", [SWITCHED, OPENED, SHOWS_EFFORT, SHOWS, HIDES, KEEPS, HEADED])
+@pytest.mark.parametrize("source", [SWITCHED, OPENED, SHOWS_EFFORT, SHOWS, HIDES, KEEPS, HEADED, RESPONSE])
 def test_cache_equals_a_fresh_reading_of_the_chat_after_each_reply(talk, source, policy):
     tags = HEADERS if source is HEADED else Tags("<think>\n", "\n</think>\n\n")
     chat = talk(source, policy, 512 if policy == "full" else 64, HEADERS if source is HEADED else None)
@@ -285,7 +311,8 @@ def test_cache_equals_a_fresh_reading_of_the_chat_after_each_reply(talk, source,
     for turn, effort in enumerate(efforts):
         chat.set_effort(effort)
         thought = ("" if chat.template.opens_thought else tags.start) + "A number." * 9 + tags.end
-        says(chat, (effort != "off") * thought + f"It is {turn}.")
+        around = chat.template.tags.answer_start, chat.template.tags.answer_end
+        says(chat, (effort != "off") * thought + f"It is {turn}.".join(around))
         pieces = "".join(chat.reply(f"And {turn}?"))
         assert without_thought(pieces, chat.splitter()) == f"It is {turn}."
         assert chat.writer.tokens.tolist() == read_afresh(chat)

@@ -233,6 +233,24 @@ def test_variables_with_which_the_template_fails_are_refused(serve):
     assert "no such effort" in raised.value.message
 
 
+RESPONSE = "Think in <think></think> and answer in <response></response>.\n" + PLAIN
+"""A template that, like Granite's, asks for tags around the answer."""
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_tags_around_the_answer_are_left_out_and_the_chat_continues_from_the_cache(serve, api):
+    serve = serve(RESPONSE)
+    chat, n_before = [*USER], 0
+    for turn in range(3):
+        end = serve(chat, f"<think>Hm.</think>\n<response>It is {turn}.</response>", api)
+        assert end["message"]["content"] == serve.streamed["content"] == f"It is {turn}."
+        assert end["message"]["reasoning_content"] == "Hm."
+        assert end["n_cached"] == n_before
+        n_before = end["kvtool"]["tokens"]
+        reply = {"role": "assistant", "content": f"It is {turn}."}
+        chat += [reply, {"role": "user", "content": "And?"}]
+
+
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_chat_continues_from_the_cache_if_effort_changes_only_the_header(serve, policy):
     serve = serve(SWITCHED, policy)
@@ -439,7 +457,7 @@ def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp
                 if reason:
                     continue
                 under, more = template.under(variables), {"reasoning_effort": effort} if effort else {}
-                start, end, _ = under.tags
+                start, end, *_ = under.tags
                 thought = "" if effort else f"Hm.{end}" if under.opens_thought else f"{start}Hm.{end}"
                 messages = [{"role": "user", "content": f"Hello {effort} {sends}."}]
                 for turn in range(3):
