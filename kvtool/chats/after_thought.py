@@ -41,11 +41,15 @@ class AfterThought(Constraint):
     cannot end before the end tag; a `Triggered` constraint, which allows any answer, has no such effect. If a
     token contains the end tag and more text, that text belongs to the answer.
 
+    Some models begin a tool call without ending their thought. If the answer is free, the end tag is then not
+    forced, because it would cut the call: see `Splitter`.
+
     inner: constraint of the answer. None if any answer is allowed.
     header: reply header. It may open or close a thought. Otherwise the model decides whether to think.
     budget: maximum tokens of the thought, without its tags; None for no limit.
     may_call: True if a tool call, or another thought, may follow `Tags.bare_end`. The answer then begins
     after this text, and the inner constraint must allow `Tags.plain` before other answers.
+    call: text with which tool calls begin. "" if there are no tools.
     """
 
     def __init__(
@@ -57,12 +61,14 @@ class AfterThought(Constraint):
         budget: int | None = None,
         *,
         may_call: bool = False,
+        call: str = "",
     ) -> None:
         self._inner, self._budget = inner, budget
         self._is_free = inner is None or isinstance(inner, Triggered)
         self._tags = Tags(tags.start, tags.bare_end) if may_call else tags
         self._plain, self._may_call = tags.plain.encode(), may_call
         self._max_breaks = 0 if may_call else _MAX_BREAKS
+        self._call = call.encode() if self._is_free else b""
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
         # for each checked beginning of an answer: True if the inner constraint allows this beginning
@@ -78,6 +84,8 @@ class AfterThought(Constraint):
         # used only in position START: True if the text so far is an answer that the inner constraint allows
         self._fits = True
         self._n_thought = self._n_break = 0
+        # True if a tool call has begun in the thought
+        self._has_call = False
         self._forced: list[int] = []
         self._close_if_long()
 
@@ -128,8 +136,8 @@ class AfterThought(Constraint):
                 min(len(tokens), len(self._forced)),
             )
         text, most = self._held, len(tokens)
-        if self._budget is not None:
-            most = min(most, self._budget - self._n_thought)
+        if self._budget is not None and not self._has_call:
+            most = min(most, max(self._budget - self._n_thought, 0))
         for n, token in enumerate(tokens[:most]):
             text += self._vocabulary.pieces[token]
             if token in self._vocabulary.ends or self._tags.end.encode() in text:
@@ -228,8 +236,10 @@ class AfterThought(Constraint):
         end, text = self._tags.end.encode(), self._held + text
         at = text.find(end)
         if at >= 0:
+            self._has_call = False
             return self._answer(text[at + len(end) :])
-        self._held = text[max(len(text) - len(end) + 1, 0) :]
+        self._has_call |= bool(self._call) and self._call in text
+        self._held = text[max(len(text) - max(len(end), len(self._call)) + 1, 0) :]
         return True
 
     def _answer(self, text: bytes) -> bool:
@@ -269,7 +279,8 @@ class AfterThought(Constraint):
         return bad
 
     def _close_if_long(self) -> None:
-        if self._place is _Place.THOUGHT and self._is_used_up:
+        may_be_call = self._has_call or n_begun(self._held, self._call)
+        if self._place is _Place.THOUGHT and self._is_used_up and not may_be_call:
             self._close()
 
     def _close(self) -> None:
@@ -306,10 +317,12 @@ def after_thought(
     begun: str = "",
     *,
     may_call: bool = False,
+    call: str = "",
 ) -> Around:
     """Return a function that wraps a constraint, so that it applies only after the thought of a reply.
 
-    header, budget, may_call: see `AfterThought`. If `header` is None, the template's reply header is used.
+    header, budget, may_call, call: see `AfterThought`. If `header` is None, the template's reply header is
+    used.
     begun: beginning of the reply, given by a client; "" if the client gave none.
     """
     header = template.reply_start() if header is None else header
@@ -324,6 +337,6 @@ def after_thought(
             inner.begin(Vocabulary.of(model).tokens_of(answer.encode()))
         if not template.has_thoughts or (inner is None and budget is None):
             return inner
-        return AfterThought(inner, model, tags, header, budget, may_call=may_call)
+        return AfterThought(inner, model, tags, header, budget, may_call=may_call, call=call)
 
     return around

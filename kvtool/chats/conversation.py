@@ -416,8 +416,8 @@ class Conversation:
         """
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
-        budget, may_call = self.thought_budget, self.may_call
-        around = after_thought(model, self.template, budget, header, begun, may_call=may_call)
+        budget, may_call, call = self.thought_budget, self.may_call, self.call
+        around = after_thought(model, self.template, budget, header, begun, may_call=may_call, call=call)
         self.writer.sampler.start(self.n_reply, around)
 
     def finish_reply(self, lead: str | None) -> None:

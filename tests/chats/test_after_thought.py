@@ -204,6 +204,41 @@ def test_thought_limit_without_a_schema_forces_only_the_end_tag(models):
         assert constraint.mask() is None
 
 
+@pytest.mark.parametrize(
+    ("begun", "rest", "n_fitting"),
+    [
+        ("So <call>", "x</call>", None),
+        ("So <ca", "ll>x</call>", 0),
+        ("So <call>x</call>", "<call>y</call>", None),
+    ],
+)
+@pytest.mark.parametrize("has_rules", [False, True])
+def test_limit_reached_within_a_call_in_the_thought_leaves_the_call_whole(
+    models, begun, rest, n_fitting, has_rules
+):
+    model = models("tags that are no tokens")
+    vocabulary = Vocabulary.of(model)
+    begun, rest = (vocabulary.tokens_of(text.encode()) for text in (begun, rest))
+    rules = Triggered(vocabulary, Rules('"<call>" "now"', triggers=("<call>",))) if has_rules else None
+    constraint = AfterThought(rules, model, THINK, "<think>", len(begun), call="<call>")
+    assert all(map(constraint.accept, begun))
+    assert constraint.n_fitting(rest) == (len(rest) if n_fitting is None else n_fitting)
+    for token in [*rest, next(iter(vocabulary.ends))]:
+        assert constraint.mask() is None
+        assert constraint.accept(token)
+
+
+def test_limit_holds_in_a_thought_without_a_call_and_before_an_answer_that_must_fit(models):
+    model = models("tags that are no tokens")
+    vocabulary = Vocabulary.of(model)
+    (close, *_) = vocabulary.tokens_of(b"</think>")
+    for inner, begun, more in ((None, "So <ca", "lm"), (json_of(model), "So <call>", "")):
+        begun, more = (vocabulary.tokens_of(text.encode()) for text in (begun, more))
+        constraint = AfterThought(inner, model, THINK, "<think>", len(begun), call="<call>")
+        assert all(map(constraint.accept, [*begun, *more[:2]]))
+        assert fitting(constraint, model).tolist() == [close]
+
+
 def test_limit_reached_within_the_end_tag_forces_the_rest_of_the_tag(models):
     model = models("tags that are no tokens")
     constraint = AfterThought(json_of(model), model, THINK, "<think>", 5)

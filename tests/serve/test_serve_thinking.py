@@ -394,6 +394,16 @@ def bytewise(tmp_path_factory):
     model.close()
 
 
+def test_budget_that_ends_with_a_call_in_the_thought_leaves_the_call_outside_the_thought(bytewise, tmp_path):
+    with dictated_slot(bytewise, AGENT.replace("%OPEN%", "<think>\n"), tmp_path) as serve:
+        thought = f"I look.\n{CALL}"
+        n = len(bytewise.tokenize(thought, special=True))
+        more = {"tools": [TOOL], "thinking_budget": n, "temperature": 0, "max_tokens": n + 9}
+        message = serve(USER, thought, continues=True, **more)["message"]
+        assert message["reasoning_content"] == "I look.\n"
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["look"]
+
+
 def fresh(serve, messages, **more):
     """Return the tokens of a request's prompt on a server that has not stored the chat."""
     request = check_body({"messages": messages, **more})
