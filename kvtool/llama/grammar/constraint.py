@@ -242,7 +242,12 @@ class Matcher(Constraint):
         Raises UsageError if the tokens do not fit.
         """
         self._begun = tokens
-        self.restart()
+        try:
+            self.restart()
+        except UsageError:
+            # do not let later texts start with these tokens
+            self._begun = ()
+            raise
 
     def _check(self) -> None:
         if self._matcher.is_error():
