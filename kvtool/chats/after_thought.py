@@ -323,7 +323,7 @@ def after_thought(
 
     header, budget, may_call, call: see `AfterThought`. If `header` is None, the template's reply header is
     used.
-    begun: beginning of the reply, given by a client; "" if the client gave none.
+    begun: given beginning of the reply; "" if there is none. Its thought counts as part of the budget.
     """
     header = template.reply_start() if header is None else header
     tags, answer = template.tags, ""
@@ -331,6 +331,9 @@ def after_thought(
         is_thought = begun.lstrip().startswith(tags.start)
         thought, closed, answer = begun.partition(tags.end) if is_thought else ("", tags.end, begun)
         header = thought + closed
+        if budget is not None and is_thought:
+            n_thought = len(model.tokenize(thought.lstrip().removeprefix(tags.start)))
+            budget = max(budget - n_thought, 0)
 
     def around(inner: Matcher | Triggered | None) -> Constraint | None:
         if inner:

@@ -136,6 +136,9 @@ class Conversation:
         self._before_reply: TurnEnd | None = None
         self._has_header = True
         self._written: list[str] = []
+        # `version` after the last reply, before `finish_reply`, and `_before_reply` at that time. While
+        # `version` is the same, the cache has the reply as the model wrote it
+        self._unchanged: tuple[int, TurnEnd | None] = -1, None
         self.use_template(template)
         self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
         self.reset(system)
@@ -321,17 +324,43 @@ class Conversation:
         if self.read_turn(text):
             yield from self.answer(n_max)
 
-    def read_turn(self, text: str, replaced: LastTurn | None = None) -> bool:
+    def unfinished_reply(self) -> str:
+        """Return the last reply as the beginning of its continuation. Raises UsageError if it has ended."""
+        text, start = self.writer.unfinished, self.template.tags.start
+        if text is None:
+            raise UsageError(
+                "/continue needs a reply that you stopped or that reached its limit (-n); /retry writes "
+                "another one"
+            )
+        # the last character may be incomplete. If only a part of a tag was written, begin anew
+        return "" if start.startswith(text.lstrip()) else text.removesuffix("\ufffd")
+
+    def read_turn(self, text: str, replaced: LastTurn | None = None, begun: str = "") -> bool:
         """Read a turn of the user. Return False if reading was stopped.
 
         replaced: result of `last_turn` if this turn replaces the last turn. `put_back` restores the last
         turn, also after an error.
+        begun: result of `unfinished_reply` if `answer` is to continue the last reply. `replaced` is then
+        needed. If the cache has this reply as the model wrote it, nothing is read.
         """
         self.writer.stop = False
         before = replaced.before if replaced else None
         if before:
             self.messages = self.messages[: before.n_message]
+        if begun and self._unchanged[0] == self.version and not self._written[-1].endswith("\ufffd"):
+            self._begin_reply(begun)
+            self.version += 1
+            self.messages.append({"role": "user", "content": text})
+            self._lead = np.empty(0, np.int32)
+            return True
         tokens = self._tokens_of_turn(text, before)
+        if begun:
+            before_header = len(tokens) - self.header.n
+            self._begin_reply(begun)
+            # the tokens of `header.kept` stay: their first one may contain text before the header
+            n_kept = self.header.n_held
+            tokens = np.concatenate([tokens[: before_header + n_kept], self.header.tokens[n_kept:]])
+        recent = list(self.writer.sampler.recent)
         previous = None if before else self.turn_end()
         is_read = False
         try:
@@ -343,12 +372,20 @@ class Conversation:
                 self.version += 1
                 self.messages.append({"role": "user", "content": text})
                 is_whole = self.read_prompt(tokens, before)
+                if begun:
+                    # the penalties also count the beginning
+                    self.writer.sampler.resume(recent, self.writer.sampler.seed)
             # not after Ctrl-C, which is raised at the end of the block
             is_read = is_whole
         finally:
             if not is_read:
                 self.messages.append({"role": "assistant", "content": ""})
         return is_read
+
+    def _begin_reply(self, begun: str) -> None:
+        """Let the next reply begin with a text. Raises UsageError if the constraint forbids the text."""
+        self.header = self.header.with_begun(self.writer.engine.model, self.template, begun)
+        self.start_sampling()
 
     def read_prompt(self, tokens: np.ndarray, before: TurnEnd | None = None) -> bool:
         """Read i32[n] tokens that end with the reply header. Return False if reading was stopped.
@@ -368,23 +405,31 @@ class Conversation:
         """Yield the reply to the turn that was read last, piece by piece. It ends with `finish_reply`."""
         template, header = self.template, self.header
         try:
-            yield from self.write(n_max, may_change=template.drops_thoughts or header.n_left_out > 0)
+            before_text = without_thought(header.begun, self.splitter())
+            may_change = template.drops_thoughts or header.n_left_out > 0
+            yield from self.write(n_max, may_change=may_change, before=before_text)
         finally:
             splitter, text = self.splitter(), "".join(self._written)
+            unfinished = None if self.writer.unfinished is None else self.opening + text
             before, reply = self.messages, _reply(text, template, splitter, self.opening)
             self.messages = [*before, reply]
             stays = splitter.had_thought and not template.drops_thoughts
             # some models write control tokens after the answer, which must not stay
             stays = stays and text.endswith(without_thought(text, self.splitter()))
+            self._unchanged = self.version, self._before_reply
             self.finish_reply(None if stays else header.lead_of(template, before, reply))
+            self.writer.unfinished = unfinished
+            if header.begun:
+                self.use_template(template)
 
-    def write(self, n_max: int | None, *, may_change: bool) -> Generator[str, None, None]:
-        """Yield the reply piece by piece. If a client gave the reply's beginning, it is not yielded.
+    def write(self, n_max: int | None, *, may_change: bool, before: str = "") -> Generator[str, None, None]:
+        """Yield the reply piece by piece. Its given beginning is not yielded.
 
         The caller must call `finish_reply` afterwards.
 
         may_change: True to let `finish_reply` change the reply in the cache. If False, or if the engine
         cannot be rewound, `finish_reply` leaves the reply unchanged.
+        before: see `Stops`.
         """
         self.finish_reply(None)
         self._written = [self.header.begun]
@@ -393,9 +438,15 @@ class Conversation:
         # leave the reply unchanged if the engine cannot be rewound: a change would require reading the whole
         # chat again
         can_change = may_change and self._has_header and self.writer.engine.can_rewind
-        self._before_reply = self.turn_end() if can_change else None
+        if self.header.begun and not len(self._lead):
+            # the cache has the beginning already
+            self._before_reply = self._unchanged[1]
+        else:
+            self._before_reply = self.turn_end() if can_change else None
+        # also if Ctrl-C stops the reading of the lead
+        self.writer.unfinished = self.header.begun
         if self.writer.read(self._lead):
-            for piece in self.writer.write(n_max, self.splitter_after_begun()):
+            for piece in self.writer.write(n_max, self.splitter_after_begun(), before):
                 self._written.append(piece)
                 yield piece
 
@@ -645,6 +696,8 @@ class Conversation:
 
         The next turn first reads the tokens that are no longer in the cache.
         """
+        if self.header.begun:
+            self.use_template(self.template)
         n_cached = self._rewind_for(turn.tokens, turn.before)
         self.writer.put_back(turn.tokens[n_cached:], turn.writer)
         self.messages = turn.messages

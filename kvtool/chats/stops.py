@@ -11,6 +11,7 @@ class Stops:
     """Ends a text before a stop string. Text that may begin a stop string is held back.
 
     splitter: separates the thought, in which stop strings have no effect. None if there are no thoughts.
+    before: text that was written earlier. A stop string may begin in it, but it is not returned.
 
     Attributes
     ----------
@@ -18,11 +19,13 @@ class Stops:
         The stop string that ended the text; "" if the text has not ended.
     """
 
-    def __init__(self, stops: Sequence[str], splitter: Splitter | None = None) -> None:
+    def __init__(self, stops: Sequence[str], splitter: Splitter | None = None, before: str = "") -> None:
         self.found = ""
         self._stops = stops
         self._splitter = splitter if stops else None
         self._held = ""
+        # end of `before` in which a stop string may begin; "" once other text was returned
+        self._before = before[len(before) - self._n_begun(before) :]
 
     def feed(self, piece: str) -> str:
         """Add a piece. Return the new text that cannot belong to a stop string. It may be empty."""
@@ -38,13 +41,20 @@ class Stops:
             return text[:n_before] + self.feed(text[n_before:])
         # Choose the stop string that ends first: this choice does not depend on where the pieces end. If
         # several end at the same place, choose the longest
-        if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
+        whole, n_before = self._before + text, len(self._before)
+        if ends := [(at + len(stop), at) for stop in self._stops if (at := whole.find(stop)) >= 0]:
             end, at = min(ends)
-            self.found, self._held = text[at:end], ""
-            return text[:at]
-        n = max((n_begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - n :]
-        return text[: len(text) - n]
+            self.found, self._held = whole[at:end], ""
+            return whole[n_before:at]
+        n = max(len(whole) - self._n_begun(whole), n_before)
+        self._held = whole[n:]
+        if n > n_before:
+            self._before = ""
+        return whole[n_before:n]
+
+    def _n_begun(self, text: str) -> int:
+        """Number of characters at the end of a text that may begin a stop string."""
+        return max((n_begun(text, stop) for stop in self._stops), default=0)
 
     def rest(self) -> str:
         """Return the text that is held back. Call this when a text ends without a stop string."""

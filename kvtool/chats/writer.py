@@ -33,6 +33,9 @@ class Writer:
         Number of tokens that the last `write` sampled.
     is_cut
         True if the last `write` ended because it reached its maximum number of tokens.
+    unfinished
+        Text of the last reply, which a conversation sets and saves with the writer. None if the model or a
+        stop string ended the reply, so that it cannot be continued.
     loop
         The loop that ended the last `write`, or None.
     ends_loops
@@ -60,6 +63,7 @@ class Writer:
         self.stop = False
         self.n_written = 0
         self.is_cut = False
+        self.unfinished: str | None = None
         self.loop: Loop | None = None
         self.ends_loops = False
         self.ending: int | None = None
@@ -98,12 +102,14 @@ class Writer:
     def reset(self) -> None:
         self.engine.reset()
         self._forget()
+        self.unfinished = None
 
     @delayed
     def postpone(self, tokens: np.ndarray) -> None:
         """Empty the cache, and store tokens i32[n] as unread. They are read before the next text."""
+        unfinished = self.unfinished
         self.reset()
-        self._unread = tokens
+        self._unread, self.unfinished = tokens, unfinished
 
     def _forget(self) -> None:
         if self.drafter:
@@ -152,16 +158,22 @@ class Writer:
             "seed": self.sampler.seed,
             "recent": list(self.sampler.recent),
             "unread": self._unread.tolist(),
+            "unfinished": self.unfinished,
         }
 
     def restore(self, saved: Mapping[str, Any], tokens: np.ndarray, seed: int | None = None) -> None:
         """Continue after tokens i32[n_past] from the state of `save`. seed: None for the saved seed."""
-        self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
+        self._resume(saved, seed)
         if self.drafter:
             self.drafter.cut(n_equal(self.tokens, tokens))
         self._unread = np.array(saved["unread"], np.int32)
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
+
+    def _resume(self, saved: Mapping[str, Any], seed: int | None = None) -> None:
+        self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
+        # sessions of earlier versions do not have this value
+        self.unfinished = saved.get("unfinished")
 
     @delayed
     def rewind(self, n: int, saved: Mapping[str, Any], *, again: bool = False) -> bool:
@@ -197,7 +209,7 @@ class Writer:
         saved: the state that `save` returned after these tokens.
         """
         self._unread = np.concatenate([self._unread, tokens])
-        self.sampler.resume(saved["recent"], saved["seed"])
+        self._resume(saved)
 
     @delayed
     def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
@@ -238,19 +250,21 @@ class Writer:
             self._mark_decoded(self.engine.n_past - before)
         return not len(self._unread)
 
-    def write(self, n_max: int | None = None, splitter: Splitter | None = None) -> Iterator[str]:
+    def write(
+        self, n_max: int | None = None, splitter: Splitter | None = None, before: str = ""
+    ) -> Iterator[str]:
         """Sample until the model ends its turn, n_max tokens are written, `stop` is set, or the text loops.
 
         Reads unread tokens first. No piece ends in the middle of a character. The text also ends before a
         stop string of the sampler's settings. The stop string's tokens stay in the stream, because the tokens
         that the policy evicted for them cannot be restored.
 
-        splitter: see `Stops`.
+        splitter, before: see `Stops`.
 
         Raises StreamEnd if the cache or the positions are used up. Raises UsageError if nothing has been
         read, or if no token fits the grammar.
         """
-        stops = Stops(self.sampler.settings.stop, splitter)
+        stops = Stops(self.sampler.settings.stop, splitter, before)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.n_written = 0
         self.is_cut, self.stopped_by, self.ending, self.loop = n_max == 0, "", None, None
@@ -268,7 +282,7 @@ class Writer:
         while not self.stop and self.n_written != n_max:
             token = self.sampler.sample(self.engine.context)
             if model.ends_turn(token) or token in self.ends:
-                self.ending = token
+                self.ending, self.unfinished = token, None
                 break
             self.n_written += 1
             self.after_sampling(token)
@@ -278,7 +292,7 @@ class Writer:
             if piece := stops.feed(decoder.decode(text)):
                 yield piece
             if stops.found:
-                self.stopped_by = stops.found
+                self.stopped_by, self.unfinished = stops.found, None
                 return
             try:
                 self._decode_sampled(len(self._decoded) if n_max is None else n_max - self.n_written)
