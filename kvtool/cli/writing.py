@@ -159,7 +159,7 @@ def end_note(
     if writer.is_cut:
         stopped = f"stopped after {format_tokens(writer.n_written)}"
         if in_terminal:
-            return f"{stopped} (-n); /set n changes the limit"
+            return f"{stopped} (-n); /set n changes the limit, /continue goes on"
         if is_constrained(generation):
             return f"{stopped} (-n): the text may be incomplete"
         if "n" in generation.given:

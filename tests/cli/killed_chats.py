@@ -4,9 +4,9 @@
 
 STEP: test every STEP-th call.
 
-Each run starts a child process. All children make the same turns, resets, retries and undoes. A child exits
-just before the call that its run tests. Then each chat that was saved before must be in the session file or
-in a file that was set aside. Another child must be able to continue the session.
+Each run starts a child process. All children make the same turns, resets, retries, continuations and undoes.
+A child exits just before the call that its run tests. Then each chat that was saved before must be in the
+session file or in a file that was set aside. Another child must be able to continue the session.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ class User:
         self.files.keep(undone=again)
         self._is_saved()
 
+    def continue_reply(self):
+        self.chat.read_turn(self.chat.newest_turn, self.chat.last_turn(), self.chat.unfinished_reply())
+        "".join(self.chat.answer(8))
+        self.files.keep(undone=True)
+        self._is_saved()
+
     def reset(self):
         self.chat.remember("/reset")
         self.chat.reset(self.chat.system)
@@ -80,6 +86,7 @@ def turns(user):
     for text in (LONG, f"0: {LONG}"):
         yield user.say(text)
     yield user.say(f"1: {LONG}", again=True)
+    yield user.continue_reply()
     # `reset` begins a second chat. The three undoes take back its two turns and the reset. Then the session
     # file holds the first chat again.
     user.reset()

@@ -59,11 +59,16 @@ class ReplyStream:
         self._held = ""
         if units and not units[-1].isspace() and cell_len(units[-1]) < self._console.width:
             self._held = units.pop()
-        self._show(units)
+        self._put(self._parts(units))
+
+    def resume(self, text: str) -> None:
+        """Continue a text that was printed before, for example in its block of code, on a new line."""
+        self._parts(_UNITS.findall(text))
+        self._column, self._blanks = 0, ""
 
     def end(self) -> None:
         """Print the last word, and end the line."""
-        self._show([self._held] if self._held else [])
+        self._put(self._parts([self._held] if self._held else []))
         self._held = ""
         if self._column:
             self._put([("\n", "")])
@@ -76,7 +81,8 @@ class ReplyStream:
         self._span = ""
         self._n_word = 0
 
-    def _show(self, units: list[str]) -> None:
+    def _parts(self, units: list[str]) -> list[tuple[str, str]]:
+        """Return the texts to print, each with its style."""
         parts: list[tuple[str, str]] = []
         for unit in units:
             if unit == "\n":
@@ -87,7 +93,7 @@ class ReplyStream:
                 self._blanks += unit
             else:
                 self._word(unit, parts)
-        self._put(parts)
+        return parts
 
     def _word(self, word: str, parts: list[tuple[str, str]]) -> None:
         fence = _FENCE.match(word) if self._n_word == 0 else None

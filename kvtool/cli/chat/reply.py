@@ -50,6 +50,11 @@ class ReplyView:
         self._fold()
         self._out.end()
 
+    def resume(self, thought: str, answer: str) -> None:
+        """Continue a reply, of which this much was printed before."""
+        self.thought = thought
+        self._out.resume(answer)
+
     def write(self, piece: str) -> None:
         """Print a piece. Raises OSError if the terminal is closed."""
         if self._is_plain and not self._hides:

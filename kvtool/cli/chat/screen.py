@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.thinking import without_thought
+from kvtool.chats.thinking import apart, without_thought
 from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, typed_as, with_files
 from kvtool.cli.chat.keys import Keys
@@ -171,13 +171,22 @@ class Terminal:
             return
         for line in notes:
             self.note(line)
-        writer, replaced = self.conversation.writer, self.conversation.last_turn() if again else None
+        self._turn(text, sent, self.conversation.last_turn() if again else None)
+
+    def go_on(self, turn: str) -> None:
+        """Let the model continue its reply to the last turn. Raises UsageError if the reply has ended."""
+        begun = self.conversation.unfinished_reply()
+        self._turn(turn, turn, self.conversation.last_turn(), begun)
+
+    def _turn(self, text: str, sent: str, replaced: LastTurn | None, begun: str = "") -> None:
+        """Read a turn, show and save its reply, and print notes. For the arguments, see `_replied`."""
+        writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         with interrupt.terminating(writer) as ended:
-            if not self._replied(text, sent, replaced, ended):
+            if not self._replied(text, sent, replaced, begun, ended):
                 return
             if writer.stop:
-                self.note("stopped")
+                self.note("stopped; /continue goes on")
             elif why := end_note(
                 writer,
                 self.files.generation,
@@ -192,14 +201,16 @@ class Terminal:
             self.saved()
             self.note(self.status())
 
-    def _replied(self, text: str, sent: str, replaced: LastTurn | None, ended: Callable[[], bool]) -> bool:
+    def _replied(
+        self, text: str, sent: str, replaced: LastTurn | None, begun: str, ended: Callable[[], bool]
+    ) -> bool:
         """Read a turn, show the reply, and save the turn with its reply.
 
         If the turn was taken back, restore the state before it, print a note, and return False.
 
         text: the typed turn. sent: the turn in which each @FILE is replaced by the file's text.
-        replaced: the turn that this turn replaces, or None. ended: a function that returns True if a signal
-        ends the process after the turn.
+        replaced: the turn that this turn replaces, or None. begun: see `Conversation.read_turn`.
+        ended: a function that returns True if a signal ends the process after the turn.
         """
         conversation, again = self.conversation, replaced is not None
         n_before = conversation.n_turn - again
@@ -208,7 +219,7 @@ class Terminal:
         if sent != text:
             self.typed_of[sent] = text
         try:
-            is_read = self._read_turn(sent, replaced)
+            is_read = self._read_turn(sent, replaced, begun)
             if is_read:
                 # the blank line also separates the reply from lines about the reading
                 self.console.print()
@@ -228,12 +239,13 @@ class Terminal:
             if conversation.n_turn == n_before or (self._is_empty and not self.thought):
                 self._restore(replaced, *before)
                 self.note("the turn was not answered; the chat is as it was before")
-                self._refuse(text, again)
+                if not begun:
+                    self._refuse(text, again)
                 return False
         self.files.keep(undone=again)
         return True
 
-    def _read_turn(self, text: str, replaced: LastTurn | None) -> bool:
+    def _read_turn(self, text: str, replaced: LastTurn | None, begun: str) -> bool:
         """Read a turn and show the progress. Return False if the user stopped reading."""
         from rich.text import Text
 
@@ -249,14 +261,15 @@ class Terminal:
             interrupt.notifying(lambda: line.update(stopping)),
             writer.showing(show),
         ):
-            return self.conversation.read_turn(text, replaced)
+            return self.conversation.read_turn(text, replaced, begun)
 
     def _answer(self, again: bool) -> None:
         """Show the reply while the model writes it. If the terminal is closed meanwhile, save the reply."""
         from kvtool.cli.chat.reply import ReplyView
 
-        writer, splitter = self.conversation.writer, self.conversation.splitter()
+        writer, splitter = self.conversation.writer, self.conversation.splitter_after_begun()
         view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)
+        view.resume(*apart(self.conversation.header.begun, self.conversation.splitter()))
         started = time.monotonic()
         writer.ends_loops = self.files.generation.stop_loops == "on"
         try:

@@ -187,6 +187,9 @@ class Commands:
     def _retry(self) -> None:
         self.terminal.say(self._last_turn(), again=True)
 
+    def _continue(self) -> None:
+        self.terminal.go_on(self._last_turn())
+
     def _edit_last(self) -> None:
         self.terminal.offer(self._last_turn())
         self.terminal.edits = True
@@ -375,12 +378,13 @@ SLASHES: tuple[Slash, ...] = (
         lambda: declared(GenerationOptions),
     ),
     Slash("/retry", "take back the last reply and write another one", Commands._retry),
+    Slash("/continue", "go on with a reply that Ctrl-C or the limit n has cut", Commands._continue),
     Slash("/edit-last", "edit the last turn; the new turn replaces it", Commands._edit_last),
     Slash("/edit [TEXT]", "write the next turn in $EDITOR", Commands._edit),
     Slash("/undo [N]", "take back the last N changes: turns, /reset, /system, /load", Commands._undo),
     Slash(
         "/save FILE",
-        "save the chat to a file; asks before it replaces another chat",
+        "save the chat to a file; asks before replacing another chat",
         Commands._save,
         words=None,
     ),
