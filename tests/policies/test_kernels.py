@@ -42,7 +42,7 @@ def test_library_contains_each_kernel(module):
     """Kernels that return two values are left out: only other kernels call them."""
     for each in of_module(import_module(module)):
         if not each.signatures[0].startswith("Tuple"):
-            assert load.find(each.name, each.signatures), each.name
+            assert load.find(each.name, each.signatures), f"{each.name} is not compiled: run make kernels"
 
 
 def filled(kernel_, arguments):

@@ -34,6 +34,8 @@ A list with the sorted positions of the tokens that stay in each row. A twin tha
 this list and a list of merges. For each row, merges are {dst pos: [(src pos, weight), ...]}. A twin changes
 only `notes` in `rows`. Buzz also sets `old`.
 
+Add floats in a loop, in the policy's order: `sum` of Python 3.12 rounds in another way.
+
 A twin may also have a function observe(rows, *, next, **params). The reference calls it when gaps between
 positions are closed, because the engine's policy then observes the cache, although no plan is due. If `keep`
 has a parameter n_ctx, this is the context length.
