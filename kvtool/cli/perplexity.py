@@ -67,8 +67,7 @@ def perplexity(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        start, n_min = args.windows is None, args.windows or 2
-        tokens = first_tokens(loaded, text, args.max_tokens, start=start, n_min=n_min)
+        tokens = first_tokens(loaded, text, args.max_tokens, n_min=args.windows or 2)
         return args.windows or len(tokens)
 
     check_read_once(run, run.policy)

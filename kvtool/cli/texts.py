@@ -65,17 +65,16 @@ def await_stdin(advice: str = "") -> None:
             say(f"waiting for the end of stdin{advice}")
 
 
-def first_tokens(
-    model: Model, text: TextSource, n: int | None, *, start: bool = True, n_min: int = 2
-) -> np.ndarray:
+def first_tokens(model: Model, text: TextSource, n: int | None, *, n_min: int = 2) -> np.ndarray:
     """Return the first n tokens of a text, i32[<= n]. Only as much of the text as necessary is read.
 
-    n: number of tokens, or None for all tokens. start: True to begin with a BOS token if the model uses one.
-    Raises InputError if the text has fewer than n_min tokens.
+    They begin with a BOS token if the model uses one.
+
+    n: number of tokens, or None for all tokens. Raises InputError if the text has fewer than n_min tokens.
     """
     n_bytes = None if n is None else (n + _MARGIN) * _TOKEN_BYTES
     while True:
-        tokens = model.tokenize(text.start(n_bytes), start=start)
+        tokens = model.tokenize(text.start(n_bytes), start=True)
         if text.is_whole or n is None or len(tokens) >= n + _MARGIN:
             break
         n_bytes = 2 * n_bytes if n_bytes else None

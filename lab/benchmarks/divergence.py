@@ -39,7 +39,7 @@ def main() -> None:
 
     model = load_model(args.model)
     results = {"stock": _stock(args, model.path)}
-    tokens = model.tokenize(args.file.read_bytes().decode("utf-8-sig"))[: args.chunks * N_WINDOW]
+    tokens = model.tokenize(args.file.read_bytes().decode("utf-8-sig"), start=True)[: args.chunks * N_WINDOW]
     for n_top in map(int, args.top.split(",")):
         divergence.N_TOP = n_top
         results[f"kvtool, {n_top} kept"] = _ours(args, model, tokens)

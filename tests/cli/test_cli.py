@@ -10,14 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvtool import policies
 from kvtool.cli import COMMANDS
 from kvtool.measure import perplexity
 from tests import fork_server
 from tests.blocking_policy import TIMEOUT_S
 from tests.cli.in_process_command import RECALL_LINE, assert_one_line, drop_cut_lines, run_kvtool
-from tests.engine.exact_engines import KINDS
+from tests.engine.exact_engines import KINDS, open_engine
 
 TEXT = (
     "The tide came in over the flats before sunrise, and the birds that had fed there moved up the shore. "
@@ -213,6 +215,26 @@ def test_speed_of_perplexity_counts_only_tokens_in_windows(text_file, default_ta
     result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--json", *options).stdout)
     assert result["tokens"] == 119
     assert result["tokens_per_s"] * result["seconds"] == pytest.approx(240)
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_windows_of_perplexity_are_those_of_llama_perplexity(tiny_model, tmp_path, add_bos):
+    """llama-perplexity puts a BOS token before the text, and later over the first token of each window."""
+    path, file = tiny_model(add_bos=add_bos), tmp_path / "text"
+    file.write_text("The tide came in. " * 5)
+    with open_engine(path, policies.fit("full", 40), n_output=40, over_budget=False) as engine:
+        tokens = engine.model.tokenize(file.read_text(), start=True)
+        assert bool(tokens[0] == engine.model.bos) is add_bos
+        expected = []
+        for at in range(0, len(tokens) - 40 + 1, 40):
+            window = tokens[at : at + 40].copy()
+            window[0] = engine.model.bos if add_bos else window[0]
+            engine.reset()
+            expected.extend(perplexity.stream(engine, window)[20:])
+    options = ("-m", path, "-t", 1, "--policy", "full", "--windows", 40, "--json", "-fa", "off")
+    result = json.loads(kvtool("perplexity", file, *options).stdout)
+    assert result["tokens"] == len(expected) == 38
+    assert result["nll"] == pytest.approx(np.mean(expected), abs=1e-3)
 
 
 def test_perplexity_works_with_a_policy_that_reads_prompts_whole(text_file, default_talker):
