@@ -125,7 +125,7 @@ def _item(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> 
 def _question(record: Record) -> Item:
     if "sentence1" in record:
         prompt = f"{record['sentence1']}\nQuestion: {record['sentence2']} True or False?\nAnswer:"
-        return _item(prompt, ["True", "False"], [0, 1][record["label"]])
+        return _item(prompt, ["True", "False"], record["label"])
     if "asks-for" in record:
         word = {"cause": "because", "effect": "therefore"}[record["asks-for"]]
         choices = [text[0].lower() + text[1:] for text in (record["a1"], record["a2"])]

@@ -56,9 +56,10 @@ class Reader:
     policy_for: function that returns the policy. Its arguments are the number of tokens of the prompt and the
     maximum number of tokens of the answer.
     template: chat template, if prompts are a user's turn. None if prompts are plain text.
-    n_prompt: maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. By
-    default, the prompt and the answer together fit in the trained context.
-    beyond: True if n_prompt may be larger than that. False if the policy never evicts.
+    n_prompt: maximum tokens of a prompt. The middle of a longer prompt is cut out, as in LongBench. The
+    default is the trained context. A prompt and its answer together fit in the trained context.
+    beyond: True if they need not fit when n_prompt is larger than the trained context. False if the policy
+    never evicts.
     sampling, seed: of the sampler for answers. By default, the most likely token is always chosen.
 
     n_read: number of tokens of the last prompt that were read.
@@ -81,7 +82,7 @@ class Reader:
         self.settings = settings
         self.template = template
         self.n_prompt = n_prompt or model.n_ctx_train
-        self._is_beyond = n_prompt is not None and beyond
+        self._is_beyond = beyond and self.n_prompt > model.n_ctx_train
         self.n_read = 0
         self.is_cut = False
         self._sampling, self._seed = sampling, seed
@@ -258,7 +259,7 @@ class Reader:
     def _after_text(self, text: str) -> np.ndarray:
         """Tokenize a text that follows another text. Return i32[n], without the space that tokenizers add."""
         stand_in, whole = self.model.tokenize("."), self.model.tokenize(f".{text}")
-        if text.startswith(" ") and np.array_equal(whole[: len(stand_in)], stand_in):
+        if np.array_equal(whole[: len(stand_in)], stand_in):
             return whole[len(stand_in) :]
         return self.model.tokenize(text)
 

@@ -134,12 +134,14 @@ class TaskResults:
     def differences(self) -> tuple[Record, dict[str, Mean]] | None:
         """Compare with the first evaluation of the task in the file, over the items that both have answered.
 
+        An item is left out if one evaluation has cut more out of its prompt.
+
         Return fields of the first evaluation, and the mean difference of each score. The fields are `POLICY`
         and all in which the two evaluations differ. Return None if there is no earlier evaluation with these
         items.
         """
-        before = {_item(record): record["scores"] for record in self._first}
-        pairs = [(record["scores"], before.get(_item(record), {})) for record in self.records]
+        before = {_read(record): record["scores"] for record in self._first}
+        pairs = [(record["scores"], before.get(_read(record), {})) for record in self.records]
         found = {}
         for name in scores(self.records):
             values = [ours[name] - first[name] for ours, first in pairs if name in ours and name in first]
@@ -177,9 +179,9 @@ def _mean(
     return Mean(float(np.mean(values)), low, high, len(values))
 
 
-def _item(record: Record) -> tuple[str, str]:
-    """Return the fields that identify a record's item in all evaluations."""
-    return record["id"], record["item_sha256"]
+def _read(record: Record) -> tuple[str, str, int | None]:
+    """Return the fields that identify a record's item and the part of it that was read."""
+    return record["id"], record["item_sha256"], record.get("prompt_tokens")
 
 
 def _first_of_task(stored: Iterable[Record], about: Record) -> list[Record]:

@@ -267,6 +267,7 @@ def test_choice_shots_are_solved_examples():
         {"p": "It.", "a1": "A.", "a2": "B.", "asks-for": "cause", "most-plausible-alternative": "3"},
         {"p": "It.", "a1": "A.", "a2": "B.", "asks-for": "cause", "most-plausible-alternative": "0"},
         {"sentence1": "x", "sentence2": "y", "label": 2},
+        {"sentence1": "x", "sentence2": "y", "label": -1},
         {"instruction": "x The options: A ) 1 , B ) 2", "answer": "E"},
         {"instruction": "x The options: ['A ) 1', ", "answer": "A"},
     ],

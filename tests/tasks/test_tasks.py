@@ -40,7 +40,7 @@ ANSWER = " The fox looks back once more."
 
 
 @contextmanager
-def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **settings):
+def reading(path, policy="full", budget=None, n_prompt=None, chat=False, beyond=False, **settings):
     """Yield a reader with exact arithmetic. budget: number of cells, the same for every prompt."""
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32, "n_output": 32}
     model = Model(path)
@@ -49,7 +49,7 @@ def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **setti
         return policies.fit(policy, budget or n + n_answer)
 
     template = template_of(model) if chat else None
-    reader = Reader(model, policy_for, Settings(**(exact | settings)), template, n_prompt)
+    reader = Reader(model, policy_for, Settings(**(exact | settings)), template, n_prompt, beyond)
     try:
         yield reader
     finally:
@@ -170,6 +170,27 @@ def test_long_prompt_leaves_room_for_the_answer(tiny_model):
         reader.write(30)
         with pytest.raises(InputError, match="no room for a prompt"):
             reader.read(PROMPT, 128)
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "beyond", "n_read"),
+    [(None, True, 98), (128, True, 98), (128, False, 98), (90, True, 90), (200, True, 200), (200, False, 98)],
+)
+def test_only_prompts_beyond_the_trained_context_depend_on_the_policy(tiny_model, n_prompt, beyond, n_read):
+    path = tiny_model(n_ctx_train=128)
+    with reading(path, "h2o", 64, n_prompt, beyond=beyond, positions="in-cache") as reader:
+        reader.read(PROMPT, 30)
+        assert reader.n_read == n_read
+
+
+@pytest.mark.parametrize("text", ["cat", " cat", "'s hat"])
+@pytest.mark.parametrize("shape", [{}, {"space_prefix": True}, {"space_prefix": True, "add_bos": True}])
+def test_no_space_is_scored_that_the_answer_does_not_have(tiny_model, shape, text):
+    with reading(tiny_model(**shape)) as reader:
+        reader.read(PROMPT, 40)
+        tokens = reader._after_text(text).tolist()
+        assert b"".join(map(reader.model.piece, tokens)).decode() == text
+        assert reader.log_likelihood(text).n == len(tokens)
 
 
 def test_long_user_turn_is_cut_inside_the_chat_template(tiny_model):
@@ -576,6 +597,25 @@ def test_intervals_of_differences_are_within_the_range_of_differences(tmp_path):
     # a difference of log-probabilities has no limits
     assert differences["logp"].low < -1
     assert differences["logp"].high > 1
+
+
+def test_items_of_which_different_parts_were_read_are_not_compared(tmp_path):
+    path, found = tmp_path / "out.jsonl", []
+    for policy, n_read in (("full", (98, 40)), ("h2o", (200, 40))):
+        about = dict.fromkeys(("task", "task_params", "chat", "max_prompt", "temp", "seed", "model_sha256"))
+        about |= {"policy": policy, "options": [], "budget": None}
+        results = of_items.TaskResults(about, [Item(str(i), "x") for i in range(2)], path)
+        engine = dict.fromkeys(("mean_kv", "n_evicted", "cache_bytes", "archive_bytes"), 0)
+        engine["policy"] = SimpleNamespace(n_asked=1, budget=1)
+        reader = SimpleNamespace(n_read=0, is_cut=False, engine=SimpleNamespace(**engine))
+
+        def answer(item, reader, n_read=n_read):
+            reader.n_read = n_read[int(item.id)]
+            return ScoredAnswer("", {"f1": item.id == "1"})
+
+        assert len(list(results.measure(SimpleNamespace(answer=answer), reader))) == 2
+        found.append(results.differences())
+    assert found[1][1]["f1"].n == 1
 
 
 def test_needle_uses_the_chat_template(tiny_model, tmp_path):
