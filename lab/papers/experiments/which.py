@@ -118,12 +118,12 @@ EXPERIMENTS = {
         together=True,
         commands=False,
     ),
-    # few rows, because with more tests in a table, eight texts would be too few for a significant result
+    # few rows: tests are corrected within a table, and eight texts cannot show more than six differences
     "which-default": Experiment(
         _TEXT_RUNS,
         tuple(
             ScoreTable("above", **_BY_MODEL, **_EXCESS | {"rows": rows}, budgets=("512",))
-            for rows in (("h2o", "roco", "recall"), ("h2o", "expected"))
+            for rows in (("h2o", "roco", "recall"), ("h2o", "expected"), ("h2o", "streamingllm"))
         )
         + (ScoreTable("host", **_BY_MODEL, rows=("recall",), budgets=("512",)),),
         together=True,
