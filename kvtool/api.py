@@ -68,8 +68,9 @@ def load_policy(
 def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversation:
     """Empty the engine's cache, and start a chat. The chat's `reply(text)` yields an answer in pieces.
 
-    system: system prompt, which is never evicted. sampling: fields of `Sampling`, and `seed`. By default, the
-    most likely token is chosen. Raises ModelError if the model has no chat template.
+    system: system prompt. No policy forgets it; recall may archive the part beyond half of the budget.
+    sampling: fields of `Sampling`, and `seed`, for all replies. By default, the most likely token is chosen.
+    Raises ModelError if the model has no chat template.
     """
     return Conversation(Writer(engine, _sampler(engine.model, sampling)), template_of(engine.model), system)
 

@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from kvtool.errors import KvtoolError, UsageError
 
@@ -19,6 +23,16 @@ SERVER = "Server"
 """Names of the groups of options in the help."""
 
 Self = TypeVar("Self", bound="Options")
+
+_KINDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    tuple: "a tuple",
+}
+"""Types of options, as errors name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +163,8 @@ def redeclared(kind: type[Options], name: str, default: Any = dataclasses.MISSIN
 class Options:
     """Base class for dataclasses of options. Raises UsageError if a value is not allowed.
 
+    A number may be given instead of a text that can be a number, such as the budget 512.
+
     typed: names of the fields that were typed on the command line.
     given: names of the fields that were typed on the command line, or set in a file or a variable.
     hidden: names of the fields that are not options of the command. They keep their defaults.
@@ -159,8 +175,13 @@ class Options:
     hidden: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        kind: Any = type(self)
+        kinds = _kinds(kind)
         for name, declaration in declared(type(self)).items():
-            declaration.check(getattr(self, name), declaration.name)
+            value = _in_type(kinds[name], getattr(self, name), declaration.name)
+            # the class is frozen
+            object.__setattr__(self, name, value)
+            declaration.check(value, declaration.name)
 
     @classmethod
     def from_values(
@@ -209,6 +230,41 @@ def declared(kind: type) -> dict[str, Option]:
 @cache
 def _declared(kind: Any) -> dict[str, Option]:
     return {field.name: field.metadata["option"] for field in fields(kind) if "option" in field.metadata}
+
+
+@cache
+def _kinds(kind: Any) -> dict[str, Any]:
+    """Return the types of a class's fields, by field name."""
+    return get_type_hints(kind)
+
+
+def _in_type(kind: Any, value: Any, name: str) -> Any:
+    """Return a value in the type of its field. Raises UsageError. name: the option's name in the error."""
+    if isinstance(kind, UnionType):
+        # X | None
+        if value is None:
+            return None
+        kind = get_args(kind)[0]
+    plain = get_origin(kind) or kind
+    if isinstance(value, bool) or plain is bool:
+        is_right = isinstance(value, bool) and plain is bool
+    elif plain is tuple:
+        each, *rest = get_args(kind)
+        if is_right := isinstance(value, (tuple, list)):
+            value = tuple(_in_type(each, item, name) for item in value) if rest == [...] else tuple(value)
+    elif plain is int:
+        if is_right := isinstance(value, Integral):
+            value = int(value)
+    elif plain is float:
+        is_right = isinstance(value, Real)
+    elif plain is Path:
+        if is_right := isinstance(value, (str, PathLike)):
+            value = Path(value)
+    elif is_right := isinstance(value, (str, Real)):
+        value = str(value)
+    if not is_right:
+        raise UsageError(f"{name} must be {_KINDS[plain]}, got {value!r}")
+    return value
 
 
 def check_choice(value: str | None, choices: tuple[str, ...], name: str) -> None:

@@ -103,7 +103,7 @@ def meta_of(engine: Engine, n_turn: int, fixed: dict[str, Any], kept: Mapping[st
         "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
         "n_turn": n_turn,
         "n_past": engine.n_past,
-        "cells": engine.mean_kv,
+        "cells": engine.mean_live,
         "kv_bytes": engine.cache_bytes,
         "archived": engine.n_archived,
         "archive_bytes": engine.archive_bytes,

@@ -70,10 +70,13 @@ def _print_one(policy: dict[str, Any]) -> None:
 def _print_names(listed: list[dict[str, Any]]) -> None:
     from rich.table import Column
 
+    from kvtool.config.run import POLICY
+
     rows = []
     for policy in listed:
         summary = re.sub(r" *\([^()]*\)\.?$", ".", policy["what"].partition(": ")[2] or policy["what"])
-        rows.append([policy["name"], f"{summary[:1].upper()}{summary[1:]}"])
+        name = policy["name"] + " (default)" * (policy["name"] == POLICY)
+        rows.append([name, f"{summary[:1].upper()}{summary[1:]}"])
     console = table_console()
     console.print(table([Column("policy", style="bold"), "what it keeps"], rows))
     console.print("\nkvtool policies NAME shows a policy's paper and its parameters.")

@@ -156,7 +156,8 @@ def serve(
         if run.explain:
             explain_run(engine, site.policy, "chat")
         else:
-            say(archive_limit(engine, pool.n_max))
+            n_most = engine.n_ctx if serving.overflow == "error" else None
+            say(archive_limit(engine, pool.n_max, n_most))
         if not is_local and not keys:
             say("there is no API key: whoever reaches the port can use the model")
         elif "*" in serving.allow_origin and not keys:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.config.run import RunOptions
 from kvtool.config.sizes import parse_archive
+from kvtool.engine.settings import auto_archive_type
 from kvtool.errors import UsageError
 from kvtool.system import files, memory
 from kvtool.units import format_bytes
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from kvtool.policy import Policy
 
 R = TypeVar("R", bound=RunOptions)
-
-_BLOCK = 32
-"""Number of values that share a scale, in types of 8 bits or fewer."""
 
 
 def check(run: RunOptions, kinds: Mapping[str, type[Policy]], flag: str = "--policy") -> None:
@@ -65,9 +63,5 @@ def with_type(run: R, info: ModelInfo) -> R:
 
     if run.archive_type != "auto":
         return run
-    if info.head_size_k % _BLOCK or info.head_size_v % _BLOCK:
-        return run.changed(archive_type="f16")
-    if run.prefill == "exact" or (run.gpu_layers != 0 and not run.workers and has_gpu()):
-        # exact reading needs keys that are not centered, and GPUs can attend to q8_0 without converting it
-        return run.changed(archive_type="q8_0")
-    return run.changed(archive_type="iq4_nl")
+    on_gpu = run.gpu_layers != 0 and not run.workers and has_gpu()
+    return run.changed(archive_type=auto_archive_type(info, run.prefill, on_gpu=on_gpu))

@@ -26,6 +26,7 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
         "model": str(engine.model.path),
         "lora": list(map(str, engine.model.adapters)),
         "cells": engine.mean_kv,
+        "held": engine.mean_live,
         "kv_bytes": engine.cache_bytes,
         "state_bytes": engine.state_bytes,
         "archived": engine.n_archived,
@@ -51,8 +52,10 @@ def budget(record: Mapping[str, Any]) -> int:
 
 def line(record: Mapping[str, Any]) -> str:
     """Return the cells and bytes of a report as text for people."""
+    n_recalled = round(record["cells"] - record["held"])
+    recalled = f" ({n_recalled} recalled)" if n_recalled else ""
     parts = [
-        f"{record['cells']:.0f}/{budget(record)} cells per row",
+        f"{record['cells']:.0f}/{budget(record)} cells per row{recalled}",
         f"cache {format_bytes(record['kv_bytes'])}",
         f"policy state {format_bytes(record['state_bytes'])}",
     ]
@@ -73,17 +76,19 @@ def archive_line(record: Mapping[str, Any]) -> str:
     return line
 
 
-def archive_limit(engine: Engine, n_slot: int = 1) -> str | None:
+def archive_limit(engine: Engine, n_slot: int = 1, n_most: int | None = None) -> str | None:
     """Return a line that says where older text is archived, and how large the archive may become.
 
-    None if there is no archive. n_slot: number of caches, each of which has an archive.
+    None if nothing is archived. n_slot: number of caches, each of which has an archive. n_most: maximum
+    length of a stream in tokens; None if there is no limit.
     """
     archive = engine.context.archive
-    if not archive:
+    if not archive or (n_most is not None and n_most <= engine.policy.budget):
         return None
+    n = archive.n_max if n_most is None else min(archive.n_max, n_most)
     place = f"{_on_disk(archive.file)}," if archive.file else "in host memory"
     slots = f" for each of {n_slot} parallel requests" if n_slot > 1 else ""
-    most = f"{format_bytes(archive.max_bytes)} ({format_tokens(archive.n_max)}){slots}"
+    most = f"{format_bytes(archive.bytes_of(n))} ({format_tokens(n)}){slots}"
     line = f"text that leaves the cache is kept {place} and still used: up to {most}"
     if resident := resident_cells(engine):
         line += f"; {resident}"

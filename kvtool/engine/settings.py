@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
 from kvtool.options import check_choice
 from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MAX_RESIDENT, MAX_THREADS, PLAIN
+
+if TYPE_CHECKING:
+    from kvtool.models.header import ModelInfo
 
 POSITIONS = ("original", "in-cache", "auto")
 PREFILLS = ("stream", "whole", "exact")
@@ -25,8 +29,11 @@ _CHOICES = {
     "prefill": PREFILLS,
     "flash": FLASH,
     **dict.fromkeys(("type_k", "type_v"), tuple(CACHE_TYPES)),
-    "archive_type": (*ARCHIVE_TYPES, *(PLAIN + name for name in FEW_BITS)),
+    "archive_type": ("auto", *ARCHIVE_TYPES, *(PLAIN + name for name in FEW_BITS)),
 }
+
+_BLOCK = 32
+"""Number of values that share a scale, in types of 8 bits or fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,8 @@ class Settings:
         unlinked at once, so its space becomes free when the process ends.
     archive_type
         Number format of the archive, such as "f16". "q5_0/q4_0" is q5_0 for keys and q4_0 for values. "plain
-        q4_1" is q4_1 without Hadamard matrices, the format of earlier versions of kvtool.
+        q4_1" is q4_1 without Hadamard matrices, the format of earlier versions of kvtool. "auto": see
+        `auto_archive_type`.
     resident
         Number of archived tokens of each row to keep on the device, for a policy that recalls. Steps that
         decode a reply attend to these tokens, and need no search on the host. 0: each step searches the
@@ -93,7 +101,7 @@ class Settings:
     archive: int | None = None
     archive_bytes: int | None = None
     archive_file: str | None = None
-    archive_type: str = "q8_0"
+    archive_type: str = "auto"
     resident: int = 0
     checkpoints: int | None = None
     flash: str = "auto"
@@ -115,3 +123,14 @@ class Settings:
         max_draft = min(MAX_DRAFT, self.n_batch - 1)
         if not 0 <= self.n_draft <= max_draft:
             raise UsageError(f"n_draft must be in 0..{max_draft}, got {self.n_draft}")
+
+
+def auto_archive_type(info: ModelInfo, prefill: str | None, *, on_gpu: bool) -> str:
+    """Return the archive type that "auto" means for a model.
+
+    prefill: see `Settings`. on_gpu: True if GPUs of this machine have layers.
+    """
+    if info.head_size_k % _BLOCK or info.head_size_v % _BLOCK:
+        return "f16"
+    # exact reading needs keys that are not centered, and GPUs can attend to q8_0 without converting it
+    return "q8_0" if on_gpu or prefill == "exact" else "iq4_nl"

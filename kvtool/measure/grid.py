@@ -161,16 +161,21 @@ def runs(
 
 def _whole_note(grid: Iterable[Run], n_tokens: int) -> str | None:
     """Return a note about budgets that hold the whole text, because nothing is evicted there."""
-    whole = {}
+    of_budget: dict[str, list[Run]] = {}
     for run in grid:
         # a `capped` policy may evict before the budget is full
-        if run.typed_budget and not run.policy.capped and run.budget >= n_tokens:
-            share = " of the trained context" if run.typed_budget.endswith("%") else ""
-            whole[run.typed_budget] = f"{run.typed_budget}{share} ({run.budget:,} tokens)"
+        if run.typed_budget and not run.policy.capped:
+            of_budget.setdefault(run.typed_budget, []).append(run)
+    whole = []
+    for typed, runs in of_budget.items():
+        labels = [run.title for run in runs if run.budget >= n_tokens]
+        if labels:
+            share = f" of the trained context ({runs[0].budget:,} tokens)" if typed.endswith("%") else ""
+            # a budget in bytes is another number of tokens for each policy and cache type
+            whole.append(typed + share if len(labels) == len(runs) else f"{typed} ({', '.join(labels)})")
     if not whole:
         return None
-    named = ", ".join(whole.values())
-    return f"nothing is evicted where the budget holds the text ({n_tokens:,} tokens): {named}"
+    return f"nothing is evicted where the budget holds the text ({n_tokens:,} tokens): {', '.join(whole)}"
 
 
 def keeps_all_it_needs(wanted: str) -> bool:
@@ -245,7 +250,9 @@ def _run(
         chosen = replace(chosen, budget=str(fitted.n), evict_every=slack or None, n_batch=n_batch)
     settings = settings_of(chosen, common.n_ctx, fitted.n_batch, fitted.n_batch)
     check(fitted.policy, settings, layers, common.n_ctx, n_ctx_train)
-    params, digest = policies.chosen(fitted.policy), policies.file_sha256(name)
+    # the parameters that the engine will use
+    policy = fitted.policy.for_model(layers.n_group, layers.has_values)
+    params, digest = policies.chosen(policy), policies.file_sha256(name)
     return Run(
         label,
         chosen,

@@ -96,7 +96,7 @@ def _evicting(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> l
     """Return an engine with `size` tokens in its archive, if the policy recalls."""
     name, *options = spec.split(":")
     policy = policies.fit(name, args.budget, None, options)
-    settings = Settings(n_threads=args.threads)
+    settings = Settings(archive_type="q8_0", n_threads=args.threads)
     saved = depths.start(model, policy, settings, tokens[:N_READ], lambda: False)
     if TABLE in saved:
         begin, end = saved[TABLE][:2].tolist()

@@ -89,7 +89,7 @@ def main() -> None:
             check_draft(model, draft)
             source = stack.enter_context(closing(ModelDraft(draft, args.threads)))
         policy = policies.fit(args.policy, args.budget)
-        settings = Settings(n_draft=MAX_DRAFT, n_threads=args.threads)
+        settings = Settings(n_draft=MAX_DRAFT, archive_type="q8_0", n_threads=args.threads)
         engine = stack.enter_context(closing(Engine(model, policy, settings)))
         drafter = Drafter(Lookup(), source)
         template = template_of(model)

@@ -81,7 +81,7 @@ def main() -> None:
     engine = Engine(
         model,
         policies.fit(args.policy, args.budget, None, args.option),
-        Settings(prefill="stream", n_threads=args.threads),
+        Settings(prefill="stream", archive_type="q8_0", n_threads=args.threads),
     )
     planted = _read(model, engine, filler, facts, args.tokens)
     items = []

@@ -157,8 +157,9 @@ def test_policies_lists_all_policies_and_their_parameters():
     title, *lines, blank, more = run_kvtool("policies").stdout.splitlines()
     assert (title.split()[0], blank) == ("policy", "")
     assert [line.split()[0] for line in lines] == list(listed)
+    assert [line.split()[0] for line in lines if " (default)  " in line] == ["recall"]
     assert all(line.endswith(".") and len(line) < 140 for line in lines)
-    assert "h2o           Keep the newest tokens and the heavy hitters." in lines
+    assert "h2o               Keep the newest tokens and the heavy hitters." in lines
     assert more == "kvtool policies NAME shows a policy's paper and its parameters."
 
 
@@ -198,7 +199,7 @@ def test_perplexity_json_has_the_documented_keys(text_file, default_talker):
     result = json.loads(done.stdout)
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "lora", "cells"),
-        *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
+        *("held", "kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
         *("archive_type", "resident", "repeated", "resident_refusal"),
         *("tokens_per_s", "seconds", "complete", "peak_rss_bytes"),
         *("text_sha256", "kvtool", "llama_cpp_python", "patch"),

@@ -255,6 +255,16 @@ def test_explain_and_reports_name_the_archive_type(tiny_model, name, kind, expec
         assert (f" as {expected}) in host memory" in _memory(engine)) == (expected is not None)
 
 
+def test_reports_tell_recalled_cells_from_the_tokens_that_rows_hold(tiny_model):
+    with open_engine(tiny_model(), policies.fit("recall", 64, 8)) as engine:
+        n_recalled = engine.policy.recall.n_cell
+        engine.read(random_tokens(300))
+        record = report.report(engine, "recall")
+        assert record["held"] + record["archived"] == engine.n_past == 300
+        assert record["cells"] == record["held"] + n_recalled
+        assert f"/64 cells per row ({n_recalled} recalled), cache " in report.line(record)
+
+
 def test_explain_says_that_batches_of_scored_texts_end_at_evictions(tiny_model):
     for over_budget, end in (
         (True, "64 tokens"),

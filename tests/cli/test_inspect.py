@@ -320,7 +320,7 @@ def test_inspect_writes_page_and_json(tiny_model, tmp_path):
     result = json.loads(done.stdout)
     assert set(result) == {
         *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "lora", "rows", "cells"),
-        *("kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
+        *("held", "kv_bytes", "state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
         *("archive_type", "resident", "repeated", "resident_refusal", "tokens_per_s", "seconds"),
         *("text", "share", "attended"),
     }

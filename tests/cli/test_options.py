@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -204,3 +206,38 @@ def test_invalid_options_are_refused_before_the_model_is_searched(monkeypatch, w
     monkeypatch.setattr(opening, "find_model", lambda name: pytest.fail(str(name)))
     with pytest.raises(UsageError, match=words), open_run(RunOptions(**wrong)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ({"budget": 128, "archive": 2000}, ("128", "2000")),
+        ({"budget": np.int64(128), "options": ["window=8"]}, ("128", ("window=8",))),
+        ({"archive_file": "a"}, (Path("a"),)),
+        ({"budget": None, "n_ctx": np.int32(64)}, (None, 64)),
+    ],
+)
+def test_options_accept_numbers_instead_of_texts_and_lists_instead_of_tuples(options, values):
+    run = RunOptions(**options)
+    assert tuple(getattr(run, name) for name in options) == values
+    assert run.typed == run.given == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"options": "window=64"}, "--option must be a tuple, got 'window=64'"),
+        ({"options": (None,)}, "--option must be a text, got None"),
+        ({"budget": True}, "--budget must be a text, got True"),
+        ({"budget": b"128"}, "--budget must be a text, got b'128'"),
+        ({"policy": None}, "--policy must be a text, got None"),
+        ({"threads": "4"}, "--threads must be a whole number, got '4'"),
+        ({"n_ctx": 2.5}, "--ctx-size must be a whole number, got 2.5"),
+        ({"cpu_moe": 1}, "--cpu-moe must be True or False, got 1"),
+        ({"archive_file": 1}, "--archive-file must be a path, got 1"),
+    ],
+)
+def test_options_of_a_wrong_type_raise_an_error_that_names_the_type(options, message):
+    with pytest.raises(UsageError) as caught:
+        RunOptions(**options)
+    assert str(caught.value) == message

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,12 +15,14 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 
-from kvtool import open_run
+from kvtool import Engine, Settings, load_model, load_policy, open_run
 from kvtool.config import archive, sizes
+from kvtool.config.report import archive_limit
 from kvtool.config.run import RunOptions
 from kvtool.errors import UsageError
 from kvtool.llama.cache.archive import Archive
 from kvtool.llama.libllama import devices
+from kvtool.measure import perplexity
 from kvtool.options import declared
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
@@ -338,6 +341,30 @@ def test_archive_type_depends_on_model_and_device(monkeypatch, archive_type, siz
     info = SimpleNamespace(head_size_k=sizes[0], head_size_v=sizes[1])
     run = RunOptions(archive_type=archive_type, **options)
     assert archive.with_type(run, info).archive_type == expected
+
+
+def test_python_and_perplexity_have_the_same_default_archive_type(chat_model, tmp_path):
+    (tmp_path / "text").write_text("word " * 60)
+    options = ("-m", chat_model, "-t", 1, "--policy", "recall", "--budget", 48, "--json")
+    result = json.loads(run_kvtool("perplexity", tmp_path / "text", *options).stdout)
+    settings = Settings(n_batch=64, n_output=64, over_budget=False, n_threads=1)
+    with (
+        closing(load_model(chat_model)) as model,
+        closing(Engine(model, load_policy("recall", 48), settings)) as engine,
+    ):
+        nll = perplexity.stream(engine, model.tokenize("word " * 60))
+        assert engine.n_archived == result["archived"] > 0
+        assert engine.settings.archive_type == result["archive_type"]
+    assert nll.mean() == pytest.approx(result["nll"])
+
+
+def test_limit_of_the_archive_is_not_above_the_longest_stream(chat_model):
+    with open_run(RunOptions(model=str(chat_model), budget=48, n_ctx=96, threads=1)) as opened:
+        tokens = [archive_limit(opened.engine, 2, n).rpartition("(")[2] for n in (None, 96)]
+        assert int(tokens[0].partition(" ")[0].replace(",", "")) > 96
+        assert tokens[1] == "96 tokens) for each of 2 parallel requests"
+        # the budget holds the whole stream
+        assert archive_limit(opened.engine, 2, 48) is None
 
 
 def test_compare_applies_archive_options_to_policies_with_an_archive(chat_model, tmp_path):

@@ -680,7 +680,9 @@ def test_archive_file_must_be_new(tiny_model, path_of_file):
 
 
 def test_archive_file_can_grow_to_any_length(tiny_model, path_of_file):
-    with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
+    # equal tokens of several blocks are equal only in types whose keys are not centered
+    in_file = {"archive_type": "q8_0", "archive_file": path_of_file}
+    with open_engine(tiny_model(n_head_kv=2), fit(), **in_file) as engine:
         engine.read(random_tokens(200))
         archive, cells = engine.context.archive, np.arange(16)
         span = archive.span

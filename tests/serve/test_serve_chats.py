@@ -22,13 +22,14 @@ from kvtool.chats.archive_file import ArchiveFile
 from kvtool.errors import SessionError
 from kvtool.serve import opening
 from kvtool.serve.api.errors import ApiError
+from kvtool.serve.http.app import Site
 from kvtool.serve.queue import Job, JobQueue
 from kvtool.serve.store.chats import ChatStore, StoredChat, lock_folder
 from kvtool.system.files import locked
 from tests.blocking_policy import TIMEOUT_S
 from tests.serve import http_requests
 from tests.serve.http_requests import message, request
-from tests.serve.in_process_server import serve_in_process
+from tests.serve.in_process_server import InProcessServer, serve_in_process
 from tests.serve.subprocess_server import start_server
 
 SYSTEM = message("system", "Be kind. " * 4)
@@ -446,6 +447,13 @@ def test_chats_of_other_models_count_towards_the_limit(tmp_path):
             ("damaged files and archives without a chat", "2; they stay"),
             ("chats of `kvtool chat`", "1; they stay"),
         ]
+        # the metrics count all chats, whose bytes they show
+        site = Site("m", "h2o", JobQueue(1), has_metrics=True)
+        site.pool = SimpleNamespace(slots=[SimpleNamespace(chats=store)], cache_bytes=0)
+        with closing(InProcessServer(site, site.pool)) as server:
+            text = server.ask("/metrics", method="GET").text
+        assert "\nkvtool_stored_chats 3\n" in text
+        assert f"\nkvtool_stored_bytes {store.n_bytes}\n" in text
         new = [stored(store, TOKENS + 1000 * n).path for n in range(2)]
         # five chats have more than 20,000 bytes, so the oldest is deleted
         assert [path.exists() for path in old] == [False, True, True]

@@ -39,6 +39,7 @@ def test_answer_ends_when_the_cache_or_context_is_full(chat_model, connect):
     with start_server(
         chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0"
     ) as server:
+        assert any("and still used: up to " in line and " (96 tokens) for " in line for line in server.lines)
         client = connect(f"{server.url}/v1")
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
         assert answer.choices[0].text.startswith("Hello.")

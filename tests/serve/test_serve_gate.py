@@ -142,12 +142,19 @@ def test_wrong_method_gets_405_with_the_allowed_methods():
         ("/api/v1/models", "/v1/models"),
         ("/v1/health", "/health"),
         ("/props/", "/props"),
+        ("/completion", "/v1/completions"),
     ],
 )
 def test_error_of_an_unknown_address_names_a_similar_address(path, near):
     answer = send(path, "POST")
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == f"no such address: {path}; did you mean {near}?"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding", "/v1/rerank", "/reranking"])
+def test_embeddings_and_reranking_are_named_as_unsupported(path):
+    message = send(path, "POST").json()["error"]["message"]
+    assert message == f"no such address: {path}; embeddings and reranking are not supported"
 
 
 def test_error_of_metrics_names_the_option():
@@ -158,23 +165,27 @@ def test_error_of_metrics_names_the_option():
         assert "; chats go to /v1/chat/completions, " in send(path).json()["error"]["message"]
 
 
-def test_each_answer_with_an_error_is_counted():
+def test_only_errors_of_requests_for_text_are_counted():
     counts = Counts()
-    for path, method, how, status in (
-        ("/nowhere", "GET", {}, 404),
-        ("/health", "POST", {}, 405),
-        ("/health", "GET", {"is_loaded": False}, 503),
-        ("/props", "GET", {"is_loaded": False}, 503),
-        ("/v1/models", "GET", {"limits": Limits(("key",))}, 401),
-        ("/v1/models", "GET", {"headers": {"Origin": OBSIDIAN}}, 403),
-        ("/tokenize", "POST", {"content": b"{"}, 400),
-        ("/tokenize", "POST", {"content": b'{"content": "a"}'}, 500),
+    for path, method, how, status, n in (
+        ("/nowhere", "GET", {}, 404, 0),
+        ("/health", "POST", {}, 405, 0),
+        ("/health", "GET", {"is_loaded": False}, 503, 0),
+        ("/props", "GET", {"is_loaded": False}, 503, 0),
+        ("/v1/models", "GET", {"limits": Limits(("key",))}, 401, 0),
+        ("/tokenize", "POST", {"content": b"{"}, 400, 0),
+        ("/v1/messages/count_tokens", "POST", {"content": b"{"}, 400, 0),
+        ("/v1/chat/completions", "GET", {}, 405, 0),
+        ("/v1/chat/completions", "POST", {"is_loaded": False}, 503, 1),
+        ("/v1/completions", "POST", {"limits": Limits(("key",))}, 401, 1),
+        ("/v1/messages", "POST", {"headers": {"Origin": OBSIDIAN}}, 403, 1),
+        ("/v1/responses", "POST", {"content": b"{"}, 400, 1),
     ):
         before = counts.refused
         assert send(path, method, counts=counts, **how).status_code == status
-        assert counts.refused == before + 1, path
+        assert counts.refused == before + n, path
     assert send("/health", counts=counts).status_code == 200
-    assert counts.refused == before + 1
+    assert (counts.answered, counts.refused, counts.abandoned) == (0, 4, 0)
 
 
 def test_error_of_a_missing_key_names_the_scheme():

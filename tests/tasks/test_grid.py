@@ -107,12 +107,23 @@ def test_budgets_that_hold_the_whole_text_are_reported(common):
     notes, n = [], common.n_tokens
     make(common, ["full", "h2o", "local"], ["64", str(n), "50%", "256KiB"], say=notes.append)
     assert notes == [
-        f"nothing is evicted where the budget holds the text ({n} tokens): {n} ({n} tokens), "
-        "50% of the trained context (256 tokens), 256KiB (512 tokens)"
+        f"nothing is evicted where the budget holds the text ({n} tokens): {n}, "
+        "50% of the trained context (256 tokens), 256KiB"
     ]
+    # these bytes are 256 tokens of h2o and fewer of recall
+    make(replace(common, n_tokens=240), ["h2o", "recall"], ["140KiB"], say=notes.append)
+    assert notes.pop() == "nothing is evicted where the budget holds the text (240 tokens): 140KiB (h2o)"
     make(common, ["full", "h2o"], [str(n - 1)], say=notes.append)
     make(common, ["full", "corm"], [str(n)], say=notes.append)
     assert len(notes) == 1
+
+
+def test_records_have_the_parameters_that_the_engine_uses(common):
+    (run,) = make(common, ["recall"], ["64"])
+    params = grid.identity(common, run)["params"]
+    with open_engine(common.options.model, run.policy) as engine:
+        assert params == policies.chosen(engine.policy)
+    assert params["recalled"] > 0
 
 
 def test_byte_budget_sets_cells_and_batch(common):

@@ -117,7 +117,11 @@ class Archive:
     @property
     def max_bytes(self) -> int:
         """Maximum bytes that n_max tokens can take."""
-        return -(-(self.n_max + self.n_block - 1) // self.n_block) * self.slab_bytes
+        return self.bytes_of(self.n_max)
+
+    def bytes_of(self, n: int) -> int:
+        """Return the maximum bytes that n tokens can take."""
+        return -(-(n + self.n_block - 1) // self.n_block) * self.slab_bytes
 
     def share(self, n: int) -> int:
         """Divide the bytes into n equal parts, and lower this archive's limit to one part.

@@ -110,6 +110,9 @@ class Site:
 
 def make(site: Site) -> Starlette:
     def route(path: str, handler: Handler, method: str = "GET", is_open: bool = False) -> Route:
+        # count only requests for text, because health checks would outnumber them
+        is_counted = handler in (_chat_completions, _completions, _responses, _messages)
+
         async def endpoint(request: HttpRequest) -> Response:
             request.state.id = f"req_{secrets.token_hex(12)}"
             try:
@@ -123,14 +126,13 @@ def make(site: Site) -> Starlette:
                 answer = await _unless(site.stopping.wait(), stopped(), handler(site, request))
                 answer.headers.update(_ids(request.state.id))
                 return answer
-            except ApiError as error:
-                return _failed(site, request, error)
             except ClientDisconnect:
-                site.counts.abandoned += 1
+                site.counts.abandoned += is_counted
                 return Response(status_code=499)
             except Exception as error:  # noqa: BLE001
+                site.counts.refused += is_counted
                 # handle a bug here, so that the log and the metrics show its answer
-                return _failed(site, request, internal_error(error))
+                return _failed(request, error if isinstance(error, ApiError) else internal_error(error))
 
         return Route(path, endpoint, methods=[method])
 
@@ -158,7 +160,7 @@ def make(site: Site) -> Starlette:
     middleware = [gate.cors(site.limits)]
     if site.log:
         middleware.insert(0, Middleware(AccessLog, say=site.log))
-    no_route = partial(_no_route, site, {each.path for each in routes})
+    no_route = partial(_no_route, {each.path for each in routes})
     handlers: dict[Any, Any] = {404: no_route, 405: no_route, Exception: _internal_error}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     # do not redirect, because a redirect would lead to any host that the client has named
@@ -393,13 +395,13 @@ async def _metrics(site: Site, http: HttpRequest) -> Response:
     jobs, stored, cache_bytes = site.jobs, (0, 0), 0
     if pool := site.pool:
         chats, cache_bytes = pool.slots[0].chats, pool.cache_bytes
-        stored = len(chats), chats.n_bytes
+        stored = len(chats) + len(chats.others), chats.n_bytes
     text = metrics.text(site.counts, len(jobs.running), len(jobs), stored, cache_bytes)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _health(site: Site, http: HttpRequest) -> Response:
-    return JSONResponse({"status": "ok"}) if site.pool else _failed(site, http, _loading())
+    return JSONResponse({"status": "ok"}) if site.pool else _failed(http, _loading())
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
@@ -486,9 +488,8 @@ async def _gone(http: HttpRequest) -> None:
         pass
 
 
-def _failed(site: Site, http: HttpRequest, error: ApiError) -> Response:
-    """Count an error, and return the error response of the API that the client uses."""
-    site.counts.refused += 1
+def _failed(http: HttpRequest, error: ApiError) -> Response:
+    """Return the error response of the API that the client uses."""
     # store the error for the log
     http.state.error = error
     id = getattr(http.state, "id", "") or f"req_{secrets.token_hex(12)}"
@@ -508,14 +509,14 @@ async def _internal_error(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse(internal_error(error).body, 500)
 
 
-async def _no_route(site: Site, paths: Collection[str], http: HttpRequest, error: Any) -> Response:
+async def _no_route(paths: Collection[str], http: HttpRequest, error: Any) -> Response:
     """Return the error response for an unknown address, or for a wrong method. paths: the known addresses."""
     path = shown(http.url.path)
     if error.status_code == 405:
         fault, code = f"{shown(http.method)} is not for this address: {path}", "method_not_allowed"
     else:
         fault, code = f"no such address: {path}; {_hint(http.url.path, paths)}", "not_found"
-    answer = _failed(site, http, ApiError(fault, status=error.status_code, code=code))
+    answer = _failed(http, ApiError(fault, status=error.status_code, code=code))
     # add starlette's headers, which list the allowed methods
     answer.headers.update(error.headers or {})
     return answer
@@ -524,8 +525,11 @@ async def _no_route(site: Site, paths: Collection[str], http: HttpRequest, error
 def _hint(path: str, paths: Collection[str]) -> str:
     """Return advice for an unknown address. Often /v1 is missing or repeated, or it ends with a slash."""
     name = path.rstrip("/").rpartition("/v1/")[2].lstrip("/")
-    if near := next((each for each in (f"/v1/{name}", f"/{name}") if name and each in paths), None):
+    similar = (f"/v1/{name}", f"/{name}", f"/v1/{name}s")
+    if near := next((each for each in similar if name and each in paths), None):
         return f"did you mean {near}?"
+    if name.startswith(("embedding", "rerank")):
+        return "embeddings and reranking are not supported"
     if name == "metrics":
         return "start the server with --metrics"
     return "chats go to /v1/chat/completions, /v1/responses or /v1/messages, texts to /v1/completions"

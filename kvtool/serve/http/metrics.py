@@ -36,9 +36,9 @@ def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int]
     """Return the text for Prometheus. stored: number of stored chats, and number of their bytes."""
     n_stored, stored_bytes = stored
     rows: list[tuple[str, str, str, float]] = [
-        ("requests_answered_total", "counter", "Requests that were answered.", counts.answered),
-        ("requests_refused_total", "counter", "Requests that got an error.", counts.refused),
-        ("requests_abandoned_total", "counter", "Requests whose client left early.", counts.abandoned),
+        ("requests_answered_total", "counter", "Requests for text that were answered.", counts.answered),
+        ("requests_refused_total", "counter", "Requests for text that got an error.", counts.refused),
+        ("requests_abandoned_total", "counter", "Requests for text whose client left.", counts.abandoned),
         ("chats_unsaved_total", "counter", "Answers whose chat could not be stored.", counts.unsaved),
         ("cached_tokens_total", "counter", "Tokens of prompts that were in the cache.", counts.cached),
         ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", counts.read),
@@ -47,8 +47,8 @@ def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int]
         ("predicted_seconds_total", "counter", "Seconds of writing, summed over answers.", counts.write_s),
         ("requests_running", "gauge", "Requests that are being answered.", n_running),
         ("requests_waiting", "gauge", "Requests that wait.", n_waiting),
-        ("stored_chats", "gauge", "Chats that are stored.", n_stored),
-        ("stored_bytes", "gauge", "Bytes of stored chats.", stored_bytes),
+        ("stored_chats", "gauge", "Chats that are stored, also those of other models or budgets.", n_stored),
+        ("stored_bytes", "gauge", "Bytes of these chats.", stored_bytes),
         ("cache_bytes", "gauge", "Bytes of the caches.", cache_bytes),
     ]
     return "".join(
