@@ -141,8 +141,8 @@ class PolicyRow:
             n_threads=n_threads,
             type_k=self.type_kv,
             type_v=self.type_kv,
-            # kvtool's default without a GPU
-            archive_type="iq4_nl",
+            # kvtool's default with a GPU; the records have it
+            archive_type="q8_0",
             prefill="whole" if self.reads_whole else None,
             # a row that starts from a full cache has room in its budget for the question and the answer
             over_budget=not self.reads_whole,

@@ -452,6 +452,12 @@ def test_table_groups_runs_by_budget_and_shows_failures_as_dashes():
     assert re.fullmatch(r"buzz( +-){9} *", line_of(table_text(), "buzz"))
 
 
+def test_legend_names_the_archives_that_runs_have_in_addition_to_the_cache():
+    archived = [row("recall", "64", archive_bytes=176 * 2**10), row("h2o", "64", archive_bytes=0)]
+    assert table_text(archived).splitlines()[-1] == "archive, in addition to the cache: recall 176.0 KiB"
+    assert "archive" not in table_text()
+
+
 @pytest.mark.parametrize("width", [80, 110, 120])
 def test_table_fits_the_width_of_the_terminal(width):
     out = table_text(width=width, force_terminal=True, color_system=None)

@@ -60,6 +60,10 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
     console.print(Text(f"{MARKS.format(mark=mark or 'bold')}{RANGE * wide}", "dim"))
     if widest:
         console.print(Text(BYTES, "dim"))
+    archives = {run.title: n for run, record in lines if (n := record.get("archive_bytes"))}
+    if archives:
+        named = ", ".join(f"{title} {format_bytes(n)}" for title, n in archives.items())
+        console.print(Text(f"archive, in addition to the cache: {named}", "dim"))
 
 
 def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[str, Text]:
