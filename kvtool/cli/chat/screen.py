@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import apart, without_thought
 from kvtool.cli.chat.files import ChatFiles, turns
-from kvtool.cli.chat.input import confirmed, typed_as, with_files
+from kvtool.cli.chat.input import confirmed, marks_in, typed_as, with_files
 from kvtool.cli.chat.keys import Keys
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import end_note
@@ -51,8 +51,8 @@ class Terminal:
     edits
         True if the next turn replaces the last turn.
     typed_of
-        Maps turns with @FILE to the texts that the user typed for them. In a turn, each @FILE is replaced by
-        the text of the file.
+        Maps turns to the texts that the user typed for them in this process. In a turn, each @FILE is
+        replaced by the text of the file.
     """
 
     conversation: Conversation
@@ -150,6 +150,10 @@ class Terminal:
         again: the turn replaces the last turn.
         """
         notes = list[str]()
+        replaced = self.conversation.last_turn() if again else None
+        turn = self.conversation.newest_turn if again else None
+        # this turn may have words of a file that an earlier process inserted: they insert no other file
+        kept = marks_in(turn) if turn and turn not in self.typed_of else ()
 
         def note(path: Path, text: str) -> None:
             n = len(self.engine.model.tokenize(text, start=False))
@@ -159,7 +163,10 @@ class Terminal:
             # reading a long file and counting its tokens takes seconds
             with interrupt.raising():
                 sent = with_files(
-                    text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
+                    text,
+                    note,
+                    lambda name: notes.append(f"there is no file {name}; it is sent as typed"),
+                    kept,
                 )
         except KeyboardInterrupt:
             self.note(_CANCELLED)
@@ -171,12 +178,13 @@ class Terminal:
             return
         for line in notes:
             self.note(line)
-        self._turn(text, sent, self.conversation.last_turn() if again else None)
+        if not kept:
+            self.typed_of.setdefault(sent, text)
+        self._turn(text, sent, replaced)
 
-    def go_on(self, turn: str) -> None:
-        """Let the model continue its reply to the last turn. Raises UsageError if the reply has ended."""
-        begun = self.conversation.unfinished_reply()
-        self._turn(turn, turn, self.conversation.last_turn(), begun)
+    def reply_again(self, turn: str, begun: str = "") -> None:
+        """Let the model write another reply to the last turn. begun: see `Conversation.read_turn`."""
+        self._turn(self.typed_of.get(turn, turn), turn, self.conversation.last_turn(), begun)
 
     def _turn(self, text: str, sent: str, replaced: LastTurn | None, begun: str = "") -> None:
         """Read a turn, show and save its reply, and print notes. For the arguments, see `_replied`."""
@@ -216,8 +224,6 @@ class Terminal:
         n_before = conversation.n_turn - again
         before = n_before, self.thought
         self.thought, self.tokens_per_s = "", 0.0
-        if sent != text:
-            self.typed_of[sent] = text
         try:
             is_read = self._read_turn(sent, replaced, begun)
             if is_read:
