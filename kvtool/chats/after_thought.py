@@ -71,6 +71,8 @@ class AfterThought(Constraint):
         self._call = call.encode() if self._is_free else b""
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
+        # beginning of the thought, if the header opens one: the end tag or a call may begin in it
+        self._opened = header.rpartition(tags.start)[2].encode()
         # for each checked beginning of an answer: True if the inner constraint allows this beginning
         self._known: dict[bytes, bool] = {}
         self.restart()
@@ -87,6 +89,8 @@ class AfterThought(Constraint):
         # True if a tool call has begun in the thought
         self._has_call = False
         self._forced: list[int] = []
+        if self._place is _Place.THOUGHT:
+            self._add(self._opened)
         self._close_if_long()
 
     def mask(self) -> np.ndarray | None:
