@@ -30,7 +30,7 @@ from kvtool.system.files import temporary
 from kvtool.system.interrupt import delayed
 
 
-def transcript(messages: list[Message]) -> str:
+def transcript(messages: Sequence[Message]) -> str:
     """Return a chat as plain text, with thoughts in tags.
 
     Each line of the user's messages begins with "> ", and each line of system prompts with "# ".

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from itertools import takewhile
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
     from kvtool.chats.conversation import Conversation
+    from kvtool.chats.template import Message
 
 
 class ChatFiles:
@@ -152,10 +153,11 @@ class ChatFiles:
         self.unsaved = None
         return True
 
-    def keep(self, *, undone: bool = False) -> None:
+    def keep(self, *, undone: bool = False, continued: Sequence[Message] = ()) -> None:
         """Save the last turn and its reply in the session and in the transcript.
 
         If saving fails, the error is stored in `unsaved`. undone: see `keep_session`.
+        continued: messages of the chat before its last reply was continued; empty for another reply.
         """
         if not self.chat.n_turn:
             return
@@ -164,7 +166,7 @@ class ChatFiles:
             from kvtool.chats.conversation import transcript
 
             try:
-                self.transcript.append(transcript(self.chat.messages[-2:]))
+                self.transcript.append(transcript(self.chat.messages[-2:]), transcript(continued[-2:]))
             except OSError as error:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 

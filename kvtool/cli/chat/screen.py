@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -221,6 +222,8 @@ class Terminal:
         ended: a function that returns True if a signal ends the process after the turn.
         """
         conversation, again = self.conversation, replaced is not None
+        continued = replaced.messages if replaced and begun else ()
+        keep = partial(self.files.keep, undone=again, continued=continued)
         n_before = conversation.n_turn - again
         before = n_before, self.thought
         self.thought, self.tokens_per_s = "", 0.0
@@ -229,7 +232,7 @@ class Terminal:
             if is_read:
                 # the blank line also separates the reply from lines about the reading
                 self.console.print()
-                self._answer(again)
+                self._answer(keep)
             if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
                 self._restore(replaced, *before)
                 self.note(_CANCELLED)
@@ -248,7 +251,7 @@ class Terminal:
                 if not begun:
                     self._refuse(text, again)
                 return False
-        self.files.keep(undone=again)
+        keep()
         return True
 
     def _read_turn(self, text: str, replaced: LastTurn | None, begun: str) -> bool:
@@ -269,8 +272,8 @@ class Terminal:
         ):
             return self.conversation.read_turn(text, replaced, begun)
 
-    def _answer(self, again: bool) -> None:
-        """Show the reply while the model writes it. If the terminal is closed meanwhile, save the reply."""
+    def _answer(self, keep: Callable[[], None]) -> None:
+        """Show the reply while the model writes it. If the terminal is closed meanwhile, call `keep`."""
         from kvtool.cli.chat.reply import ReplyView
 
         writer, splitter = self.conversation.writer, self.conversation.splitter_after_begun()
@@ -288,7 +291,7 @@ class Terminal:
                     view.write(piece)
         except OSError:
             if not self._is_empty:
-                self.files.keep(undone=again)
+                keep()
             raise
         finally:
             n, seconds = writer.n_written - 1, time.monotonic() - started
