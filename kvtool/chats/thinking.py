@@ -113,30 +113,29 @@ If other text follows START, it is an answer.
 
 def _marks_of(tags: Tags) -> _Marks:
     start, end, plain = tags.start, tags.bare_end, tags.plain
-    opens = {start: _Part.THOUGHT, **({plain: _Part.ANSWER} if plain else {})}
-    # after `bare_end`, `plain`, a tool call or another thought may follow
-    marks = {_Part.START: opens, _Part.THOUGHT: {end: _Part.START if plain else _Part.ANSWER}}
-    if tags.answer_start:
-        opens[tags.answer_start] = _Part.RESPONSE
-        return {
-            _Part.START: opens,
-            _Part.THOUGHT: {end: _Part.START},
-            _Part.RESPONSE: {tags.answer_end: _Part.ANSWER},
-        }
     if tags == _GEMMA:
         # Gemma sometimes leaves out the line break, writes a tag twice, or writes tags after its answer
         opens = {**dict.fromkeys((start, start.rstrip(), "<|channel>"), _Part.THOUGHT), end: _Part.START}
         thought = {start: _Part.THOUGHT, end: _Part.START}
-        return {_Part.START: opens, _Part.THOUGHT: thought, _Part.ANSWER: thought | {end: _Part.ANSWER}}
-    if tags == _KIMI:
-        opens["<|close|>message<|sep|>"] = _Part.START
-        return marks | {_Part.ANSWER: {"<|close|>response<|sep|>": _Part.START}}
+        answer = {start: _Part.THOUGHT, end: _Part.ANSWER}
+        return {_Part.START: opens, _Part.THOUGHT: thought, _Part.ANSWER: answer}
     if tags == _GPT_OSS:
         # the recipient of a call may come first in a header
-        opens = dict.fromkeys(("<|channel|>", "to="), _Part.HEADER)
-        header, answer = {"<|message|>": _Part.ANSWER}, {end: _Part.START}
-        return marks | {_Part.START: opens, _Part.HEADER: header, _Part.ANSWER: answer}
-    return marks
+        opens = {"<|channel|>": _Part.HEADER, "to=": _Part.HEADER}
+        header, ends = {"<|message|>": _Part.ANSWER}, {end: _Part.START}
+        return {_Part.START: opens, _Part.HEADER: header, _Part.THOUGHT: ends, _Part.ANSWER: ends}
+    if tags == _KIMI:
+        opens = {start: _Part.THOUGHT, plain: _Part.ANSWER, "<|close|>message<|sep|>": _Part.START}
+        answer = {"<|close|>response<|sep|>": _Part.START}
+        return {_Part.START: opens, _Part.THOUGHT: {end: _Part.START}, _Part.ANSWER: answer}
+    if tags.answer_start:
+        opens = {start: _Part.THOUGHT, tags.answer_start: _Part.RESPONSE}
+        response = {tags.answer_end: _Part.ANSWER}
+        return {_Part.START: opens, _Part.THOUGHT: {end: _Part.START}, _Part.RESPONSE: response}
+    if plain:
+        # after `bare_end`, `plain`, a tool call or another thought may follow
+        return {_Part.START: {start: _Part.THOUGHT, plain: _Part.ANSWER}, _Part.THOUGHT: {end: _Part.START}}
+    return {_Part.START: {start: _Part.THOUGHT}, _Part.THOUGHT: {end: _Part.ANSWER}}
 
 
 _GAP = "\n\n"
