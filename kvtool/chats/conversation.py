@@ -67,8 +67,7 @@ def _with_own_thought(message: Message) -> Message:
 
 def _with_thought(message: Message) -> str:
     thought = message.get("reasoning_content", "").strip()
-    opening, end, *_ = THINK
-    return f"{opening}\n{thought}\n{end}\n\n{message['content']}" if thought else message["content"]
+    return f"{THINK.start}\n{thought}\n{THINK.end}\n\n{message['content']}" if thought else message["content"]
 
 
 class Conversation:

@@ -66,15 +66,16 @@ class Header:
         texts = [header, earlier, earlier if thoughtful is None else thoughtful]
         others = [model.tokenize(text, special=True) for text in texts]
         kept = os.path.commonprefix(texts)
-        start, end, plain, *_ = template.tags
+        tags = template.tags
+        uncut = tags.start, tags.plain or tags.end
         # the common text must end between tokens, and not within a tag
         while n := len(cut := model.tokenize(kept, special=True)):
-            is_tag_cut = any(_is_cut(text, len(kept), tag) for text in texts for tag in (start, plain or end))
+            is_tag_cut = any(_is_cut(text, len(kept), tag) for text in texts for tag in uncut)
             if not is_tag_cut and all(np.array_equal(cut, each[:n]) for each in others):
                 break
             kept = kept[:-1]
         lead, earlier_lead = header[len(kept) :], earlier[len(kept) :]
-        if not any(tag and tag in lead + earlier_lead for tag in template.tags):
+        if not any(tag and tag in lead + earlier_lead for tag in tags):
             return whole
         return cls(tokens, kept, lead, earlier_lead, len(tokens) - n)
 
@@ -84,8 +85,7 @@ class Header:
         If the text begins with a thought's tag, it is the beginning of a thought. Any other text is the
         beginning of the answer, without a thought before it.
         """
-        start, end, *_ = template.tags
-        if begun.lstrip().startswith(start):
+        if begun.lstrip().startswith(template.tags.start):
             text = (self.kept + self.lead).removesuffix(template.opening)
         else:
             text, earlier = self.kept + self.earlier_lead, template.earlier_start
@@ -93,7 +93,7 @@ class Header:
                 # some templates put more text before an earlier reply, such as its recipient: keep this text
                 text = earlier
             if template.opens_thought and text.endswith(template.opening):
-                text += f"\n{end}\n\n"
+                text += f"\n{template.tags.end}\n\n"
         kept = os.path.commonprefix([self.kept, text])
         words = template.shielded({"role": "assistant", "content": begun})["content"]
         tokens = tokens_of(model, text + words)

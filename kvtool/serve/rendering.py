@@ -206,12 +206,11 @@ class Rendering:
         """
         if (lead := self._after_kept(region)) is not None:
             return lead
-        opening, end, *_ = self.template.tags
-        bare = region.rstrip()
-        if not bare.endswith(end.rstrip()):
+        tags, bare = self.template.tags, region.rstrip()
+        if not bare.endswith(tags.end.rstrip()):
             return ""
-        at = bare.rfind(opening)
-        return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
+        at = bare.rfind(tags.start)
+        return region[at if at >= 0 else bare.rfind(tags.end.rstrip()) :]
 
     def _regions(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
         """Return the region of each reply: the text between the previous reply's answer and this answer.
