@@ -107,9 +107,9 @@ class Conversation:
         Control tokens that `write` yields as text, because they delimit thoughts.
     thought_budget
         Maximum tokens of a reply's thought, after which the end tag is forced. None for no limit.
-    may_call
-        True if a tool call may follow a thought: see `AfterThought`.
-    call
+    call_replaces_answer
+        True if a tool call may take the place of the answer: see `AfterThought`.
+    call_opening
         Text with which tool calls begin. "" if there are no tools.
     """
 
@@ -129,7 +129,7 @@ class Conversation:
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
-        self.may_call, self.call = False, ""
+        self.call_replaces_answer, self.call_opening = False, ""
         self.effort: str | None = None
         # position to which `finish_reply` rewinds; None if the reply must stay unchanged
         self._before_reply: TurnEnd | None = None
@@ -466,8 +466,15 @@ class Conversation:
         """
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
-        budget, may_call, call = self.thought_budget, self.may_call, self.call
-        around = after_thought(model, self.template, budget, header, begun, may_call=may_call, call=call)
+        around = after_thought(
+            model,
+            self.template,
+            self.thought_budget,
+            header,
+            begun,
+            call_replaces_answer=self.call_replaces_answer,
+            call_opening=self.call_opening,
+        )
         self.writer.sampler.start(self.n_reply, around)
 
     def finish_reply(self, lead: str | None) -> None:
@@ -491,7 +498,7 @@ class Conversation:
 
         If a client gave the reply's beginning, feed this beginning to the splitter first.
         """
-        return Splitter(self.template.tags, is_open=bool(self.opening), call=self.call)
+        return Splitter(self.template.tags, is_open=bool(self.opening), call_opening=self.call_opening)
 
     def splitter_after_begun(self) -> Splitter:
         """Return a splitter for the part of the next reply after the beginning that a client gave."""

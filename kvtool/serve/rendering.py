@@ -305,7 +305,7 @@ class Rendering:
             raise TemplateError("the model's chat template leaves calls out")
         return whole.removeprefix(before)
 
-    def may_call(self, request: ChatRequest) -> bool:
+    def call_replaces_answer(self, request: ChatRequest) -> bool:
         """True if a call may take the place of the answer: see `Format.end_token`."""
         return bool(self.format.end_token) and request.choice.kind != "none" and not request.begun
 
@@ -315,19 +315,19 @@ class Rendering:
         The rules are None if any answer is allowed. The remarks are about keywords that are not enforced.
         """
         output_format = request.output_format
-        plain = self.template.tags.plain if self.may_call(request) else ""
+        plain = self.template.tags.plain if self.call_replaces_answer(request) else ""
         call_rules = CallRules(Vocabulary.of(self._model), self.format, plain, request.schema_places)
         if request.choice.kind == "required":
             if output_format:
                 raise ApiError(
                     f"tool_choice demands a call, and {output_format.where} does not", param="tool_choice"
                 )
-            return call_rules.call(request.tools, request.choice.name), call_rules.remarks
+            return call_rules.required_call(request.tools, request.choice.name), call_rules.remarks
         if not output_format:
             is_free = request.sampling.grammar is None and request.sampling.json_schema is None
             if request.choice.kind == "auto" and is_free:
                 # a call that the model begins must be complete and fit the tool's schema
-                return call_rules.begun(request.tools, one_call=request.choice.one_call), []
+                return call_rules.begun_call(request.tools, one_call=request.choice.one_call), []
             return None, []
         rules, remarks = output_format.rules()
         # a client's grammar describes the whole reply, including calls, so it needs no rules for calls

@@ -221,7 +221,7 @@ def test_limit_reached_within_a_call_in_the_thought_leaves_the_call_whole(
     vocabulary = Vocabulary.of(model)
     begun, rest = (vocabulary.tokens_of(text.encode()) for text in (begun, rest))
     rules = Triggered(vocabulary, Rules('"<call>" "now"', triggers=("<call>",))) if has_rules else None
-    constraint = AfterThought(rules, model, THINK, "<think>", len(begun), call="<call>")
+    constraint = AfterThought(rules, model, THINK, "<think>", len(begun), call_opening="<call>")
     assert all(map(constraint.accept, begun))
     assert constraint.n_fitting(rest) == (len(rest) if n_fitting is None else n_fitting)
     for token in [*rest, next(iter(vocabulary.ends))]:
@@ -235,7 +235,7 @@ def test_limit_holds_in_a_thought_without_a_call_and_before_an_answer_that_must_
     (close, *_) = vocabulary.tokens_of(b"</think>")
     for inner, begun, more in ((None, "So <ca", "lm"), (json_of(model), "So <call>", "")):
         begun, more = (vocabulary.tokens_of(text.encode()) for text in (begun, more))
-        constraint = AfterThought(inner, model, THINK, "<think>", len(begun), call="<call>")
+        constraint = AfterThought(inner, model, THINK, "<think>", len(begun), call_opening="<call>")
         assert all(map(constraint.accept, [*begun, *more[:2]]))
         assert fitting(constraint, model).tolist() == [close]
 
@@ -267,7 +267,9 @@ def test_end_tag_may_begin_in_the_given_beginning_of_the_thought(models, budget)
 def test_call_that_the_given_beginning_of_the_thought_began_stays_whole(models):
     model = models("tags that are no tokens")
     for begun, is_call in (("So <call>x", True), ("So", False)):
-        around = after_thought(model, Template("<think>", "", ""), 0, "", f"<think>{begun}", call="<call>")
+        around = after_thought(
+            model, Template("<think>", "", ""), 0, "", f"<think>{begun}", call_opening="<call>"
+        )
         assert (around(None).mask() is None) == is_call
 
 
