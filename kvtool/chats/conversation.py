@@ -79,9 +79,9 @@ class Conversation:
         Identifier of the chat; `reset` starts another chat with another id.
     version
         Number that increases with every change of the chat.
-    begun
+    first_version
         `version` when this chat began, was reset or was loaded. Undoing a reset or a load restores the number
-        from before. A chat that is loaded again keeps its `id`, but has another `begun`.
+        from before. A chat that is loaded again keeps its `id`, but has another `first_version`.
     system
         System prompt, which is never evicted.
     is_pinned
@@ -228,7 +228,7 @@ class Conversation:
         """Start another chat with an empty cache. To make this undoable, call `remember` first."""
         self.writer.reset()
         self.version += 1
-        self.begun = self.version
+        self.first_version = self.version
         self.id = secrets.token_hex(8)
         self._set_system(system)
 
@@ -390,7 +390,7 @@ class Conversation:
         """Read i32[n] tokens that end with the reply header. Return False if reading was stopped.
 
         The tokens after `header.kept` are not read here. `write` reads them: the text that the template omits
-        from earlier replies, and the beginning of the reply if a client gave it.
+        from earlier replies, and the given beginning of the reply.
 
         before: position to go back to first; None to read the tokens at the present end of the chat.
         """
@@ -451,7 +451,7 @@ class Conversation:
 
     @property
     def written(self) -> str:
-        """The last reply without its stop string, and without the beginning that a client gave."""
+        """The last reply without its stop string, and without its given beginning."""
         return "".join(self._written[1:])
 
     @property
@@ -462,7 +462,7 @@ class Conversation:
     def start_sampling(self) -> None:
         """Prepare the sampler.
 
-        Raises UsageError if a client gave the reply's beginning and it violates the constraint.
+        Raises UsageError if the given beginning of the reply violates the constraint.
         """
         model, begun = self.writer.engine.model, self.header.begun
         header = None if self._has_header else ""
@@ -496,12 +496,12 @@ class Conversation:
     def splitter(self) -> Splitter:
         """Return a splitter that divides the next reply into thought and answer.
 
-        If a client gave the reply's beginning, feed this beginning to the splitter first.
+        Feed the given beginning of the reply to it first: see `splitter_after_begun`.
         """
         return Splitter(self.template.tags, is_open=bool(self.opening), call_opening=self.call_opening)
 
     def splitter_after_begun(self) -> Splitter:
-        """Return a splitter for the part of the next reply after the beginning that a client gave."""
+        """Return a splitter for the part of the next reply after its given beginning."""
         begun = self.header.begun
         return self.splitter().after(begun) if begun else self.splitter()
 
@@ -602,7 +602,7 @@ class Conversation:
         """
         self.writer.engine.restore(arrays)
         self.version += 1
-        self.begun = self.version
+        self.first_version = self.version
         self.writer.restore(meta["writer"], arrays["tokens"], seed)
         self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
         # sessions of earlier versions have no id
@@ -645,7 +645,7 @@ class Conversation:
         if isinstance(before, Copy):
             saved = session.load(before.file, "the copy of the chat", before.archive)
             self._restore_with_thinking(*saved)
-            self.begun = before.begun
+            self.first_version = before.first_version
             return
         self.writer.rewind(before.n_past, before.writer, again=True)
         self.version += 1
@@ -659,12 +659,12 @@ class Conversation:
         """
         if self.undoable:
             with suppress(OSError):
-                self.undo_stack.push(Copy(command, *self._files(), self.begun))
+                self.undo_stack.push(Copy(command, *self._files(), self.first_version))
                 return True
             # the disk may have no room
             self.undo_stack.drop_copies()
             with suppress(OSError):
-                self.undo_stack.push(Copy(command, *self._files(), self.begun))
+                self.undo_stack.push(Copy(command, *self._files(), self.first_version))
                 return True
             self._archive_file.close()
         # without a copy, undo cannot reach the ends of turns

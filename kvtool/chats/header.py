@@ -40,7 +40,7 @@ class Header:
     n_lead
         Number of tokens after `kept`: those of the lead and of `begun`.
     begun
-        Beginning of the reply, if a client gives one. It follows both parts. The lead then stays in the
+        Given beginning of the reply; "" if there is none. It follows both parts. The lead then stays in the
         cache.
     """
 

@@ -69,7 +69,7 @@ class ChatFiles:
         # result of `_comparable` for the chat that the file at `path` holds
         self._saved: Meta | None = None
         self._archive_file = archive_file.ArchiveFile(path)
-        # files to which chats were moved, each with `Conversation.begun` of its chat
+        # files to which chats were moved, each with `Conversation.first_version` of its chat
         self._set_aside: dict[Path, int] = {}
         chat.open_saved = self._open_saved
 
@@ -250,7 +250,7 @@ class ChatFiles:
         if undone:
             self._drop_recovered()
         if aside and self._saved:
-            self._set_aside[aside] = self._saved["begun"]
+            self._set_aside[aside] = self._saved["first_version"]
 
     def _holds_earlier_chat(self, path: Path) -> bool:
         """Return True if the session file holds an earlier chat, to which the user may return with undos.
@@ -265,13 +265,13 @@ class ChatFiles:
 
         The `id` does not tell: if the user loads an older copy of the chat in the file, it is the same.
         """
-        return self._saved is not None and self._saved["begun"] == self.chat.begun
+        return self._saved is not None and self._saved["first_version"] == self.chat.first_version
 
     def _recovered(self) -> Iterator[Path]:
         """Yield the files among FILE.1, FILE.2, ... to whose chats the user has returned with undos."""
-        for spare, begun in list(self._set_aside.items()):
+        for spare, version in list(self._set_aside.items()):
             with suppress(OSError, SessionError):
-                if begun == self.chat.begun and not self._would_lose(session.read_meta(spare)):
+                if version == self.chat.first_version and not self._would_lose(session.read_meta(spare)):
                     yield spare
 
     def _drop_recovered(self) -> None:
@@ -286,7 +286,12 @@ class ChatFiles:
         """Return values of the present chat, in the form that `_would_lose` takes."""
         chat = self.chat
         messages = list(chat.messages)
-        return {"id": chat.id, "begun": chat.begun, "n_turn": chat.n_turn, "messages": messages}
+        return {
+            "id": chat.id,
+            "first_version": chat.first_version,
+            "n_turn": chat.n_turn,
+            "messages": messages,
+        }
 
     def _write(self, path: Path) -> None:
         """Write the chat to a session. Raises SessionError."""
