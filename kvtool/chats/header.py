@@ -42,6 +42,8 @@ class Header:
     begun
         Given beginning of the reply; "" if there is none. It follows both parts. The lead then stays in the
         cache.
+    replaced
+        If there is `begun`: the template's own header, which this header replaces.
     """
 
     tokens: np.ndarray = field(compare=False)
@@ -50,6 +52,7 @@ class Header:
     earlier_lead: str
     n_lead: int
     begun: str = ""
+    replaced: str = ""
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
@@ -80,11 +83,13 @@ class Header:
         return cls(tokens, kept, lead, earlier_lead, len(tokens) - n)
 
     def with_begun(self, model: Model, template: Template, begun: str) -> Header:
-        """Return the header of a reply that begins with this text.
+        """Return the header of a reply that begins with this text. "" for any beginning.
 
         If the text begins with a thought's tag, it is the beginning of a thought. Any other text is the
         beginning of the answer, without a thought before it.
         """
+        if not begun:
+            return self
         if begun.lstrip().startswith(template.tags.start):
             text = (self.kept + self.lead).removesuffix(template.opening)
         else:
@@ -95,11 +100,19 @@ class Header:
             if template.opens_thought and text.endswith(template.opening):
                 text += f"\n{template.tags.end}\n\n"
         kept = os.path.commonprefix([self.kept, text])
-        words = template.shielded({"role": "assistant", "content": begun})["content"]
-        tokens = tokens_of(model, text + words)
+        tokens = tokens_of(model, text + _shielded(template, begun))
         n_lead = len(tokens) - len(model.tokenize(kept, special=True))
         earlier_lead = (self.kept + self.earlier_lead)[len(kept) :]
-        return Header(tokens, kept, text[len(kept) :], earlier_lead, n_lead, begun)
+        replaced = self.kept + self.lead
+        return Header(tokens, kept, text[len(kept) :], earlier_lead, n_lead, begun, replaced)
+
+    def begin(self, template: Template, text: str) -> str:
+        """Return a rendered chat with this header and `begun` at its end; unchanged without `begun`."""
+        if not self.begun:
+            return text
+        # some templates write no header after a tool's result
+        header = self.kept + self.lead if text.endswith(self.replaced) else ""
+        return text.removesuffix(self.replaced) + header + _shielded(template, self.begun)
 
     def lead_of(self, template: Template, before: Sequence[Message], reply: Message) -> str:
         """Return the lead of an earlier reply.
@@ -130,6 +143,11 @@ class Header:
         # header
         n = min(self.n_lead + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
+
+
+def _shielded(template: Template, begun: str) -> str:
+    content: str = template.shielded({"role": "assistant", "content": begun})["content"]
+    return content
 
 
 def _is_cut(text: str, at: int, tag: str) -> bool:

@@ -107,8 +107,6 @@ class Rendering:
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
         # arguments and results of calls of `following`
         self._following: dict[int, tuple[list[Message], list[Any], np.ndarray]] = {}
-        # text of the template's own reply header if the reply has a given beginning; otherwise ""
-        self._replaced = ""
         self.format = Format.of(template)
 
     @cached_property
@@ -121,23 +119,10 @@ class Rendering:
 
         begun: text with which the reply begins, or "".
         """
-        header = self.header
+        header = self.header.with_begun(self._model, self.template, begun)
         other = copy(self)
-        other._last, other._following = None, {}
-        if begun:
-            other._replaced = header.kept + header.lead
-            other.header = header.with_begun(self._model, self.template, begun)
+        other.header, other._last, other._following = header, None, {}
         return other
-
-    def _ended(self, text: str) -> str:
-        """Add the given beginning of the reply, if there is one, to the end of a rendered chat."""
-        if not self._replaced:
-            return text
-        # some templates write no header after a tool's result
-        header = self.header.kept + self.header.lead if text.endswith(self._replaced) else ""
-        begun = {"role": "assistant", "content": self.header.begun}
-        content: str = self.template.shielded(begun)["content"]
-        return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """Return the tokens i32[n] of a whole chat, and the number of tokens of its system prompt and tools.
@@ -242,7 +227,7 @@ class Rendering:
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         prepared, shown_tools = self._prepared(messages, tools)
-        whole = self._ended(self._text(prepared, shown_tools))
+        whole = self.header.begin(self.template, self._text(prepared, shown_tools))
         return prefix_tokens(self._model, whole, len(self._prefix(whole, prepared, shown_tools)))
 
     def _text(self, prepared: list[Message], shown_tools: list[Any] | None) -> str:
@@ -278,7 +263,7 @@ class Rendering:
         else:
             before, shown_tools = self._prepared(messages[: i - 1], tools)
             text = self._bare.following(before, for_template(messages[i:], self.template), shown_tools)
-        return tokens_of(self._model, self._ended(text))
+        return tokens_of(self._model, self.header.begin(self.template, text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
         """Return the text of a chat after the tool calls of the reply `messages[i - 1]`.

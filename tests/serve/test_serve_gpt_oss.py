@@ -176,7 +176,7 @@ def test_reply_with_a_schema_is_an_answer_in_json_or_a_call(model, source, tmp_p
             else:
                 n_answers += 1
                 assert json.loads(message["content"])["n"] in (1, 2)
-                assert f"{FINAL}{message['content']}" in "".join(answer.slot._resumer.conversation._written)
+                assert f"{FINAL}{message['content']}" in answer.slot._resumer.conversation._reply.text
     assert n_calls
     assert n_answers
 
