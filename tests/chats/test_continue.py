@@ -339,6 +339,18 @@ def test_reply_that_was_cut_in_its_thought_goes_on(conversation, real_model, sou
         assert talk.header == whole.header
 
 
+def test_tags_after_the_answer_are_dropped_from_a_continued_reply(conversation, real_model):
+    source = DROPS.replace("</think>", "<channel|>").replace("%OPEN%", "")
+    talk, whole = (conversation(real_model, source=source) for _ in range(2))
+    for each in (talk, whole):
+        says(each, "It is seven.<|channel>thought\n<channel|>")
+    text = "".join(whole.reply("And?"))
+    assert "".join(talk.reply("And?", 3)) + go_on(talk) == text
+    assert talk.messages == whole.messages
+    assert talk.writer.tokens.tolist() == whole.writer.tokens.tolist()
+    assert b"".join(map(real_model.piece, talk.writer.tokens.tolist())).endswith(b"It is seven.")
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_character_that_was_cut_is_written_whole(conversation, real_model, n):
     talk, text = conversation(real_model), "Yes \U0001f9d9 no."
