@@ -12,8 +12,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvtool.chats import archive_file, session
-from kvtool.chats.contents import difference, fixed_of, meta_of
 from kvtool.chats.session import Arrays, Meta
+from kvtool.chats.session_meta import difference, fixed_of, meta_of
 from kvtool.cli.progress import hashing_progress, restoring_progress
 from kvtool.cli.writing import sampling_of
 from kvtool.config.generation import GenerationOptions
