@@ -65,6 +65,7 @@ class AfterThought(Constraint):
         call_opening: str = "",
     ) -> None:
         self._inner, self._budget = inner, budget
+        # True if the answer may be any text, perhaps with rules for the calls in it
         self._is_free = inner is None or isinstance(inner, Triggered)
         self._tags = Tags(tags.start, tags.bare_end) if call_replaces_answer else tags
         self._plain, self._call_replaces_answer = tags.plain.encode(), call_replaces_answer

@@ -1,6 +1,7 @@
 """Reply header: the template's text between a user's message and the reply.
 
-If a client gives the beginning of the reply, the header includes it.
+If the reply has a given beginning (from a client, or the text that /continue goes on with), the header
+includes it: `Header.with_begun` makes such a header, and `Header.begin` puts it into a prompt.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Reply:
 
 
 def message_of(text: str, template: Template, splitter: Splitter, opening: str) -> Message:
-    """Return a reply as a message: see the start of this module.
+    """Return a reply as a message: see the start of this module. The message does not tell the text.
 
     opening: text with which the reply header opens a thought. "" if it opens none.
     """

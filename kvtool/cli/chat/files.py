@@ -116,7 +116,7 @@ class ChatFiles:
             self.chat.resume(meta, arrays)
 
     def set(self, name: str, text: str | None) -> None:
-        """Change one sampling option. The new value is used from the next text on.
+        """Change one of the `GenerationOptions`, and give all of them to the sampler for the next text.
 
         text: the value, or None for the default. The seed -1 chooses a random seed. Raises UsageError or
         InputError if the name or the value is wrong. In that case nothing changes.

@@ -171,11 +171,11 @@ class Terminal:
                 )
         except KeyboardInterrupt:
             self.note(_CANCELLED)
-            self._refuse(text, again)
+            self._offer_again(text, again)
             return
         except (InputError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
-            self._refuse(text, again)
+            self._offer_again(text, again)
             return
         for line in notes:
             self.note(line)
@@ -224,8 +224,8 @@ class Terminal:
         conversation, again = self.conversation, replaced is not None
         continued = replaced.messages if replaced and begun else ()
         keep = partial(self.files.keep, undone=again, continued=continued)
-        n_before = conversation.n_turn - again
-        before = n_before, self.thought
+        # the number of turns, and the thought, if this turn is taken back
+        n_others, thought = conversation.n_turn - again, self.thought
         self.thought, self.tokens_per_s = "", 0.0
         try:
             is_read = self._read_turn(sent, replaced, begun)
@@ -233,23 +233,26 @@ class Terminal:
                 # the blank line also separates the reply from lines about the reading
                 self.console.print()
                 self._answer(keep)
-            if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
-                self._restore(replaced, *before)
+            # if a signal ends the process, a turn that was read stays
+            is_cancelled = conversation.writer.stop and not (ended() or conversation.has_written)
+            if not is_read or is_cancelled:
+                self._restore(replaced, n_others, thought)
                 self.note(_CANCELLED)
                 if replaced and sent != conversation.newest_turn:
                     # keep the edited turn at the prompt: the user can send it again, or press Ctrl-C
-                    self._refuse(text, again)
+                    self._offer_again(text, again)
                 return False
         except (ModelError, StreamEnd, UsageError) as error:
             why = self.files.advice(error) if isinstance(error, StreamEnd) else error
-            undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
+            undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_others else ""
             self.error(f"{why}; or {undo}start over with /reset")
-            # a turn without a reply does not stay in the chat
-            if conversation.n_turn == n_before or (self._is_empty and not self.thought):
-                self._restore(replaced, *before)
+            # the error may come before the turn is in the chat; a turn without a reply does not stay there
+            is_added = conversation.n_turn > n_others
+            if not is_added or (self._is_empty and not self.thought):
+                self._restore(replaced, n_others, thought)
                 self.note("the turn was not answered; the chat is as it was before")
                 if not begun:
-                    self._refuse(text, again)
+                    self._offer_again(text, again)
                 return False
         keep()
         return True
@@ -304,7 +307,7 @@ class Terminal:
         content = self.conversation.messages[-1]["content"]
         return not without_thought(content, self.conversation.splitter_of(content)).strip()
 
-    def _refuse(self, text: str, again: bool) -> None:
+    def _offer_again(self, text: str, again: bool) -> None:
         """Put a refused turn at the next prompt.
 
         again: True if the turn was to replace the last turn. The user can then edit the refused turn, and the
@@ -318,11 +321,11 @@ class Terminal:
         """Put a turn at the next prompt, as the user typed it."""
         self.typed = typed_as(self.typed_of.get(turn, turn))
 
-    def _restore(self, replaced: LastTurn | None, n_before: int, thought: str) -> None:
-        """Take a turn back, and restore the state before it. n_before: number of turns without this turn."""
+    def _restore(self, replaced: LastTurn | None, n_others: int, thought: str) -> None:
+        """Take a turn back, and restore the state before it. n_others: number of turns without this turn."""
         if replaced:
             self.conversation.put_back(replaced)
-        elif self.conversation.n_turn > n_before:
+        elif self.conversation.n_turn > n_others:
             self.conversation.undo_turn()
         self.thought = thought
 
