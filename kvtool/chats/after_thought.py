@@ -47,9 +47,10 @@ class AfterThought(Constraint):
     inner: constraint of the answer. None if any answer is allowed.
     header: reply header. It may open or close a thought. Otherwise the model decides whether to think.
     budget: maximum tokens of the thought, without its tags; None for no limit.
-    may_call: True if a tool call, or another thought, may follow `Tags.bare_end`. The answer then begins
-    after this text, and the inner constraint must allow `Tags.plain` before other answers.
-    call: text with which tool calls begin. "" if there are no tools.
+    call_replaces_answer: True if a tool call, or another thought, may follow `Tags.bare_end` in place of the
+    answer. The answer then begins after this text, and the inner constraint must allow `Tags.plain` before
+    other answers.
+    call_opening: text with which tool calls begin. "" if there are no tools.
     """
 
     def __init__(
@@ -60,17 +61,20 @@ class AfterThought(Constraint):
         header: str,
         budget: int | None = None,
         *,
-        may_call: bool = False,
-        call: str = "",
+        call_replaces_answer: bool = False,
+        call_opening: str = "",
     ) -> None:
         self._inner, self._budget = inner, budget
+        # True if the answer may be any text, perhaps with rules for the calls in it
         self._is_free = inner is None or isinstance(inner, Triggered)
-        self._tags = Tags(tags.start, tags.bare_end) if may_call else tags
-        self._plain, self._may_call = tags.plain.encode(), may_call
-        self._max_breaks = 0 if may_call else _MAX_BREAKS
-        self._call = call.encode() if self._is_free else b""
+        self._tags = Tags(tags.start, tags.bare_end) if call_replaces_answer else tags
+        self._plain, self._call_replaces_answer = tags.plain.encode(), call_replaces_answer
+        self._max_breaks = 0 if call_replaces_answer else _MAX_BREAKS
+        self._call_opening = call_opening.encode() if self._is_free else b""
         self._vocabulary = Vocabulary.of(model)
         self._first = _place_after(header, tags)
+        # beginning of the thought, if the header opens one: the end tag or a call may begin in it
+        self._opened = header.rpartition(tags.start)[2].encode()
         # for each checked beginning of an answer: True if the inner constraint allows this beginning
         self._known: dict[bytes, bool] = {}
         self.restart()
@@ -87,6 +91,8 @@ class AfterThought(Constraint):
         # True if a tool call has begun in the thought
         self._has_call = False
         self._forced: list[int] = []
+        if self._place is _Place.THOUGHT:
+            self._add(self._opened)
         self._close_if_long()
 
     def mask(self) -> np.ndarray | None:
@@ -117,7 +123,7 @@ class AfterThought(Constraint):
             return self._think(token, piece)
         if self._inner is None or self._inner.accept(token):
             self._place = _Place.ANSWER
-            if self._may_call and self._is_free:
+            if self._call_replaces_answer and self._is_free:
                 self._find_next(piece)
             return True
         self._n_break += len(piece)
@@ -238,8 +244,8 @@ class AfterThought(Constraint):
         if at >= 0:
             self._has_call = False
             return self._answer(text[at + len(end) :])
-        self._has_call |= bool(self._call) and self._call in text
-        self._held = text[max(len(text) - max(len(end), len(self._call)) + 1, 0) :]
+        self._has_call |= bool(self._call_opening) and self._call_opening in text
+        self._held = text[max(len(text) - max(len(end), len(self._call_opening)) + 1, 0) :]
         return True
 
     def _answer(self, text: bytes) -> bool:
@@ -247,7 +253,7 @@ class AfterThought(Constraint):
         answer = text.lstrip(b"\n")
         if self._inner and not self._can_begin(self._inner, answer):
             return False
-        if self._may_call:
+        if self._call_replaces_answer:
             # a call, an answer or another thought follows
             self._place, self._held, self._fits = _Place.START, b"", True
             tokens = self._vocabulary.tokens_of(text)
@@ -279,7 +285,7 @@ class AfterThought(Constraint):
         return bad
 
     def _close_if_long(self) -> None:
-        may_be_call = self._has_call or n_begun(self._held, self._call)
+        may_be_call = self._has_call or n_begun(self._held, self._call_opening)
         if self._place is _Place.THOUGHT and self._is_used_up and not may_be_call:
             self._close()
 
@@ -316,13 +322,13 @@ def after_thought(
     header: str | None = None,
     begun: str = "",
     *,
-    may_call: bool = False,
-    call: str = "",
+    call_replaces_answer: bool = False,
+    call_opening: str = "",
 ) -> Around:
     """Return a function that wraps a constraint, so that it applies only after the thought of a reply.
 
-    header, budget, may_call, call: see `AfterThought`. If `header` is None, the template's reply header is
-    used.
+    header, budget, call_replaces_answer, call_opening: see `AfterThought`. If `header` is None, the
+    template's reply header is used.
     begun: given beginning of the reply; "" if there is none. Its thought counts as part of the budget.
     """
     header = template.reply_start() if header is None else header
@@ -340,6 +346,14 @@ def after_thought(
             inner.begin(Vocabulary.of(model).tokens_of(answer.encode()))
         if not template.has_thoughts or (inner is None and budget is None):
             return inner
-        return AfterThought(inner, model, tags, header, budget, may_call=may_call, call=call)
+        return AfterThought(
+            inner,
+            model,
+            tags,
+            header,
+            budget,
+            call_replaces_answer=call_replaces_answer,
+            call_opening=call_opening,
+        )
 
     return around

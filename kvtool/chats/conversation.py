@@ -19,6 +19,7 @@ from kvtool.chats.archive_file import ArchiveFile, Listing
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.prompt import prefix_tokens, system_prefix
+from kvtool.chats.reply import Reply, message_of
 from kvtool.chats.shields import shielded, tokens_of
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import THINK, Splitter, apart, control_tokens, without_thought
@@ -30,7 +31,7 @@ from kvtool.system.files import temporary
 from kvtool.system.interrupt import delayed
 
 
-def transcript(messages: list[Message]) -> str:
+def transcript(messages: Sequence[Message]) -> str:
     """Return a chat as plain text, with thoughts in tags.
 
     Each line of the user's messages begins with "> ", and each line of system prompts with "# ".
@@ -41,19 +42,6 @@ def transcript(messages: list[Message]) -> str:
         return (start.get(message["role"], "") + line for line in _with_thought(message).split("\n"))
 
     return "".join("\n".join(lines(message)) + "\n\n" for message in messages)
-
-
-def _reply(text: str, template: Template, splitter: Splitter, opening: str) -> Message:
-    """Return a reply as a message. Its thought gets a separate field if the template reads such a field.
-
-    opening: text with which the reply header opens a thought. "" if it opens none.
-    """
-    if not (template.takes_thoughts or template.tags.plain):
-        # a later change of the effort changes the reply header: the message itself needs both tags
-        return {"role": "assistant", "content": opening + text if text else ""}
-    thought, answer = apart(text, splitter)
-    more = {"reasoning_content": thought} if thought and template.takes_thoughts else {}
-    return {"role": "assistant", "content": answer, **more}
 
 
 def _with_own_thought(message: Message) -> Message:
@@ -67,8 +55,7 @@ def _with_own_thought(message: Message) -> Message:
 
 def _with_thought(message: Message) -> str:
     thought = message.get("reasoning_content", "").strip()
-    opening, end, *_ = THINK
-    return f"{opening}\n{thought}\n{end}\n\n{message['content']}" if thought else message["content"]
+    return f"{THINK.start}\n{thought}\n{THINK.end}\n\n{message['content']}" if thought else message["content"]
 
 
 class Conversation:
@@ -80,9 +67,9 @@ class Conversation:
         Identifier of the chat; `reset` starts another chat with another id.
     version
         Number that increases with every change of the chat.
-    begun
+    first_version
         `version` when this chat began, was reset or was loaded. Undoing a reset or a load restores the number
-        from before. A chat that is loaded again keeps its `id`, but has another `begun`.
+        from before. A chat that is loaded again keeps its `id`, but has another `first_version`.
     system
         System prompt, which is never evicted.
     is_pinned
@@ -108,9 +95,9 @@ class Conversation:
         Control tokens that `write` yields as text, because they delimit thoughts.
     thought_budget
         Maximum tokens of a reply's thought, after which the end tag is forced. None for no limit.
-    may_call
-        True if a tool call may follow a thought: see `AfterThought`.
-    call
+    call_replaces_answer
+        True if a tool call may take the place of the answer: see `AfterThought`.
+    call_opening
         Text with which tool calls begin. "" if there are no tools.
     """
 
@@ -130,15 +117,9 @@ class Conversation:
         self._archive_file = ArchiveFile()
         self.n_reply = self.version = 0
         self.thought_budget: int | None = None
-        self.may_call, self.call = False, ""
+        self.call_replaces_answer, self.call_opening = False, ""
         self.effort: str | None = None
-        # position to which `finish_reply` rewinds; None if the reply must stay unchanged
-        self._before_reply: TurnEnd | None = None
-        self._has_header = True
-        self._written: list[str] = []
-        # `version` after the last reply, before `finish_reply`, and `_before_reply` at that time. While
-        # `version` is the same, the cache has the reply as the model wrote it
-        self._unchanged: tuple[int, TurnEnd | None] = -1, None
+        self._reply = Reply()
         self.use_template(template)
         self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
         self.reset(system)
@@ -229,7 +210,7 @@ class Conversation:
         """Start another chat with an empty cache. To make this undoable, call `remember` first."""
         self.writer.reset()
         self.version += 1
-        self.begun = self.version
+        self.first_version = self.version
         self.id = secrets.token_hex(8)
         self._set_system(system)
 
@@ -347,19 +328,16 @@ class Conversation:
         before = replaced.before if replaced else None
         if before:
             self.messages = self.messages[: before.n_message]
-        if begun and self._unchanged[0] == self.version and not self._written[-1].endswith("\ufffd"):
-            self._begin_reply(begun)
+        header = self.header.with_begun(self.writer.engine.model, self.template, begun)
+        if begun and self._reply.version == self.version and not self._reply.text.endswith("\ufffd"):
+            self._begin_reply(header)
             self.version += 1
             self.messages.append({"role": "user", "content": text})
-            self._lead = np.empty(0, np.int32)
+            self._reply = self._reply.resumed(begun)
             return True
-        tokens = self._tokens_of_turn(text, before)
+        tokens = self._tokens_of_turn(text, before, header)
         if begun:
-            before_header = len(tokens) - self.header.n
-            self._begin_reply(begun)
-            # the tokens of `header.kept` stay: their first one may contain text before the header
-            n_kept = self.header.n_held
-            tokens = np.concatenate([tokens[: before_header + n_kept], self.header.tokens[n_kept:]])
+            self._begin_reply(header)
         recent = list(self.writer.sampler.recent)
         previous = None if before else self.turn_end()
         is_read = False
@@ -382,22 +360,22 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": ""})
         return is_read
 
-    def _begin_reply(self, begun: str) -> None:
-        """Let the next reply begin with a text. Raises UsageError if the constraint forbids the text."""
-        self.header = self.header.with_begun(self.writer.engine.model, self.template, begun)
+    def _begin_reply(self, header: Header) -> None:
+        """Use a header with a given beginning for the next reply. Raises UsageError: see `start_sampling`."""
+        self.header = header
         self.start_sampling()
 
     def read_prompt(self, tokens: np.ndarray, before: TurnEnd | None = None) -> bool:
         """Read i32[n] tokens that end with the reply header. Return False if reading was stopped.
 
-        The tokens after `header.kept` are not read here. `write` reads them: the text that the template omits
-        from earlier replies, and the beginning of the reply if a client gave it.
+        The tokens after `header.kept` are not read here. `write` reads them: the lead, and the given
+        beginning of the reply.
 
         before: position to go back to first; None to read the tokens at the present end of the chat.
         """
-        self._has_header = self.header.ends(tokens)
-        n = len(tokens) - (self.header.n_lead if self._has_header else 0)
-        self._lead = tokens[n:]
+        has_header = self.header.ends(tokens)
+        n = len(tokens) - (self.header.n_lead if has_header else 0)
+        self._reply = Reply(tokens[n:], has_header, self.header.begun)
         n_cached = self._rewind_for(tokens[:n], before) if before else 0
         return self.writer.read(tokens[n_cached:n])
 
@@ -409,14 +387,14 @@ class Conversation:
             may_change = template.drops_thoughts or header.n_left_out > 0
             yield from self.write(n_max, may_change=may_change, before=before_text)
         finally:
-            splitter, text = self.splitter(), "".join(self._written)
+            splitter, text = self.splitter(), self._reply.text
             unfinished = None if self.writer.unfinished is None else self.opening + text
-            before, reply = self.messages, _reply(text, template, splitter, self.opening)
+            before, reply = self.messages, message_of(text, template, splitter, self.opening)
             self.messages = [*before, reply]
             stays = splitter.had_thought and not template.drops_thoughts
             # some models write control tokens after the answer, which must not stay
             stays = stays and text.endswith(without_thought(text, self.splitter()))
-            self._unchanged = self.version, self._before_reply
+            self._reply.version = self.version
             self.finish_reply(None if stays else header.lead_of(template, before, reply))
             self.writer.unfinished = unfinished
             if header.begun:
@@ -431,44 +409,47 @@ class Conversation:
         cannot be rewound, `finish_reply` leaves the reply unchanged.
         before: see `Stops`.
         """
-        self.finish_reply(None)
-        self._written = [self.header.begun]
+        reply = self._reply
         self.start_sampling()
         self.n_reply += 1
         # leave the reply unchanged if the engine cannot be rewound: a change would require reading the whole
         # chat again
-        can_change = may_change and self._has_header and self.writer.engine.can_rewind
-        if self.header.begun and not len(self._lead):
-            # the cache has the beginning already
-            self._before_reply = self._unchanged[1]
-        else:
-            self._before_reply = self.turn_end() if can_change else None
+        can_change = may_change and reply.has_header and self.writer.engine.can_rewind
+        if can_change and not reply.is_resumed:
+            reply.before = self.turn_end()
         # also if Ctrl-C stops the reading of the lead
-        self.writer.unfinished = self.header.begun
-        if self.writer.read(self._lead):
+        self.writer.unfinished = reply.begun
+        if self.writer.read(reply.lead):
             for piece in self.writer.write(n_max, self.splitter_after_begun(), before):
-                self._written.append(piece)
+                reply.pieces.append(piece)
                 yield piece
 
     @property
     def written(self) -> str:
-        """The last reply without its stop string, and without the beginning that a client gave."""
-        return "".join(self._written[1:])
+        """The last reply without its stop string, and without its given beginning."""
+        return "".join(self._reply.pieces)
 
     @property
     def has_written(self) -> bool:
         """True if the last reply has text, in its thought or its answer."""
-        return any(self._written)
+        return bool(self._reply.text)
 
     def start_sampling(self) -> None:
         """Prepare the sampler.
 
-        Raises UsageError if a client gave the reply's beginning and it violates the constraint.
+        Raises UsageError if the given beginning of the reply violates the constraint.
         """
         model, begun = self.writer.engine.model, self.header.begun
-        header = None if self._has_header else ""
-        budget, may_call, call = self.thought_budget, self.may_call, self.call
-        around = after_thought(model, self.template, budget, header, begun, may_call=may_call, call=call)
+        header = None if self._reply.has_header else ""
+        around = after_thought(
+            model,
+            self.template,
+            self.thought_budget,
+            header,
+            begun,
+            call_replaces_answer=self.call_replaces_answer,
+            call_opening=self.call_opening,
+        )
         self.writer.sampler.start(self.n_reply, around)
 
     def finish_reply(self, lead: str | None) -> None:
@@ -479,30 +460,27 @@ class Conversation:
         If the reply in the cache already has this form, nothing is read. Otherwise the cache is rewound to
         the end of `header.kept`, and only `lead` and the answer are read.
         """
-        before, self._before_reply = self._before_reply, None
-        if not before:
-            return
-        text = "".join(self._written)
+        before, text = self._reply.before, self._reply.text
         answer = without_thought(text, self.splitter())
-        if lead is not None and lead + answer != self.header.lead + text:
+        if before and lead is not None and lead + answer != self.header.lead + text:
             self._read_again(before, lead, answer)
 
     def splitter(self) -> Splitter:
         """Return a splitter that divides the next reply into thought and answer.
 
-        If a client gave the reply's beginning, feed this beginning to the splitter first.
+        Feed the given beginning of the reply to it first: see `splitter_after_begun`.
         """
-        return Splitter(self.template.tags, is_open=bool(self.opening), call=self.call)
+        return Splitter(self.template.tags, is_open=bool(self.opening), call_opening=self.call_opening)
 
     def splitter_after_begun(self) -> Splitter:
-        """Return a splitter for the part of the next reply after the beginning that a client gave."""
+        """Return a splitter for the part of the next reply after its given beginning."""
         begun = self.header.begun
         return self.splitter().after(begun) if begun else self.splitter()
 
     @property
     def opening(self) -> str:
         """Text with which the header of the next reply opens a thought. "" if it opens none."""
-        return self.template.opening if self._has_header and not self.header.begun else ""
+        return self.template.opening if self._reply.has_header and not self.header.begun else ""
 
     def splitter_of(self, content: str) -> Splitter:
         """Return a splitter that divides the content of an earlier reply into thought and answer."""
@@ -524,15 +502,19 @@ class Conversation:
         text = lead + shielded(self.template.markers, answer)
         self.writer.read(tokens_of(self.writer.engine.model, text))
 
-    def _tokens_of_turn(self, text: str, before: TurnEnd | None) -> np.ndarray:
-        """Return the tokens of a turn. before: position before the turn that it replaces, or None."""
-        if self.writer.is_new if before is None else before.n_token == 0:
-            return self._start(text, before)
-        return tokens_of(self.writer.engine.model, self.template.turn(self.messages[:-1], text))
+    def _tokens_of_turn(self, text: str, before: TurnEnd | None, header: Header) -> np.ndarray:
+        """Return the tokens of a turn and its header.
 
-    def _start(self, text: str, before: TurnEnd | None = None) -> np.ndarray:
+        before: position before the turn that it replaces, or None.
+        """
+        if self.writer.is_new if before is None else before.n_token == 0:
+            return self._start(text, before, header)
+        turn = header.begin(self.template, self.template.turn(self.messages[:-1], text))
+        return tokens_of(self.writer.engine.model, turn)
+
+    def _start(self, text: str, before: TurnEnd | None = None, header: Header | None = None) -> np.ndarray:
         """Return the tokens of a first turn. Pins the system prompt, and calls `hold_header`."""
-        tokens, n = self._first(text)
+        tokens, n = self._first(text, header)
         engine = self.writer.engine
         if before and engine.policy.pinnable(n) != engine.n_pinned:
             # templates may omit the system prompt before some texts; an archive takes no change of the pins
@@ -544,8 +526,9 @@ class Conversation:
         self.writer.engine.pin(n)
         self.hold_header()
 
-    def _first(self, text: str) -> tuple[np.ndarray, int]:
-        return self._with_prefix(self.template.render([*self.messages, {"role": "user", "content": text}]))
+    def _first(self, text: str, header: Header | None = None) -> tuple[np.ndarray, int]:
+        whole = self.template.render([*self.messages, {"role": "user", "content": text}])
+        return self._with_prefix((header or self.header).begin(self.template, whole))
 
     def _with_prefix(self, whole: str) -> tuple[np.ndarray, int]:
         """Return the tokens of a rendered chat, and how many of them cover the system prompt."""
@@ -596,7 +579,7 @@ class Conversation:
         """
         self.writer.engine.restore(arrays)
         self.version += 1
-        self.begun = self.version
+        self.first_version = self.version
         self.writer.restore(meta["writer"], arrays["tokens"], seed)
         self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
         # sessions of earlier versions have no id
@@ -639,7 +622,7 @@ class Conversation:
         if isinstance(before, Copy):
             saved = session.load(before.file, "the copy of the chat", before.archive)
             self._restore_with_thinking(*saved)
-            self.begun = before.begun
+            self.first_version = before.first_version
             return
         self.writer.rewind(before.n_past, before.writer, again=True)
         self.version += 1
@@ -653,12 +636,12 @@ class Conversation:
         """
         if self.undoable:
             with suppress(OSError):
-                self.undo_stack.push(Copy(command, *self._files(), self.begun))
+                self.undo_stack.push(Copy(command, *self._files(), self.first_version))
                 return True
             # the disk may have no room
             self.undo_stack.drop_copies()
             with suppress(OSError):
-                self.undo_stack.push(Copy(command, *self._files(), self.begun))
+                self.undo_stack.push(Copy(command, *self._files(), self.first_version))
                 return True
             self._archive_file.close()
         # without a copy, undo cannot reach the ends of turns
@@ -742,7 +725,6 @@ class Conversation:
 
     def close(self) -> None:
         """Drop all ends of turns and copies."""
-        self.finish_reply(None)
         self.undo_stack.close()
         self._archive_file.close()
 

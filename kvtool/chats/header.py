@@ -1,6 +1,7 @@
 """Reply header: the template's text between a user's message and the reply.
 
-If a client gives the beginning of the reply, the header includes it.
+If the reply has a given beginning (from a client, or the text that /continue goes on with), the header
+includes it: `Header.with_begun` makes such a header, and `Header.begin` puts it into a prompt.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Header:
     n_lead
         Number of tokens after `kept`: those of the lead and of `begun`.
     begun
-        Beginning of the reply, if a client gives one. It follows both parts. The lead then stays in the
+        Given beginning of the reply; "" if there is none. It follows both parts. The lead then stays in the
         cache.
+    replaced
+        If there is `begun`: the template's own header, which this header replaces.
     """
 
     tokens: np.ndarray = field(compare=False)
@@ -50,6 +53,7 @@ class Header:
     earlier_lead: str
     n_lead: int
     begun: str = ""
+    replaced: str = ""
 
     @classmethod
     def of(cls, model: Model, template: Template) -> Header:
@@ -66,26 +70,28 @@ class Header:
         texts = [header, earlier, earlier if thoughtful is None else thoughtful]
         others = [model.tokenize(text, special=True) for text in texts]
         kept = os.path.commonprefix(texts)
-        start, end, plain, *_ = template.tags
+        tags = template.tags
+        uncut = tags.start, tags.plain or tags.end
         # the common text must end between tokens, and not within a tag
         while n := len(cut := model.tokenize(kept, special=True)):
-            is_tag_cut = any(_is_cut(text, len(kept), tag) for text in texts for tag in (start, plain or end))
+            is_tag_cut = any(_is_cut(text, len(kept), tag) for text in texts for tag in uncut)
             if not is_tag_cut and all(np.array_equal(cut, each[:n]) for each in others):
                 break
             kept = kept[:-1]
         lead, earlier_lead = header[len(kept) :], earlier[len(kept) :]
-        if not any(tag and tag in lead + earlier_lead for tag in template.tags):
+        if not any(tag and tag in lead + earlier_lead for tag in tags):
             return whole
         return cls(tokens, kept, lead, earlier_lead, len(tokens) - n)
 
     def with_begun(self, model: Model, template: Template, begun: str) -> Header:
-        """Return the header of a reply that begins with this text.
+        """Return the header of a reply that begins with this text. "" for any beginning.
 
         If the text begins with a thought's tag, it is the beginning of a thought. Any other text is the
         beginning of the answer, without a thought before it.
         """
-        start, end, *_ = template.tags
-        if begun.lstrip().startswith(start):
+        if not begun:
+            return self
+        if begun.lstrip().startswith(template.tags.start):
             text = (self.kept + self.lead).removesuffix(template.opening)
         else:
             text, earlier = self.kept + self.earlier_lead, template.earlier_start
@@ -93,13 +99,21 @@ class Header:
                 # some templates put more text before an earlier reply, such as its recipient: keep this text
                 text = earlier
             if template.opens_thought and text.endswith(template.opening):
-                text += f"\n{end}\n\n"
+                text += f"\n{template.tags.end}\n\n"
         kept = os.path.commonprefix([self.kept, text])
-        words = template.shielded({"role": "assistant", "content": begun})["content"]
-        tokens = tokens_of(model, text + words)
+        tokens = tokens_of(model, text + _shielded(template, begun))
         n_lead = len(tokens) - len(model.tokenize(kept, special=True))
         earlier_lead = (self.kept + self.earlier_lead)[len(kept) :]
-        return Header(tokens, kept, text[len(kept) :], earlier_lead, n_lead, begun)
+        replaced = self.kept + self.lead
+        return Header(tokens, kept, text[len(kept) :], earlier_lead, n_lead, begun, replaced)
+
+    def begin(self, template: Template, text: str) -> str:
+        """Return a rendered chat with this header and `begun` at its end; unchanged without `begun`."""
+        if not self.begun:
+            return text
+        # some templates write no header after a tool's result
+        header = self.kept + self.lead if text.endswith(self.replaced) else ""
+        return text.removesuffix(self.replaced) + header + _shielded(template, self.begun)
 
     def lead_of(self, template: Template, before: Sequence[Message], reply: Message) -> str:
         """Return the lead of an earlier reply.
@@ -130,6 +144,11 @@ class Header:
         # header
         n = min(self.n_lead + _MORE, self.n - 1, len(prompt))
         return n <= 0 or np.array_equal(prompt[-n:], self.tokens[-n:])
+
+
+def _shielded(template: Template, begun: str) -> str:
+    content: str = template.shielded({"role": "assistant", "content": begun})["content"]
+    return content
 
 
 def _is_cut(text: str, at: int, tag: str) -> bool:

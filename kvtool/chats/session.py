@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvtool.chats import archive_file, contents
+from kvtool.chats import archive_file, session_meta
 from kvtool.chats.archive_file import ArchivedArrays, with_archive
 from kvtool.errors import SessionError
 from kvtool.llama.cache.segment import CHECKPOINTS, SEGMENTS, TABLE
@@ -141,7 +141,7 @@ def read_messages(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         messages: Any = None
         with suppress(ValueError, RecursionError):
             messages = json.loads(data + file.read())
-    if not contents.are_messages(messages):
+    if not session_meta.are_messages(messages):
         wanted = "a JSON list of messages, each with role and content"
         raise SessionError(f"{path} is neither a session nor {wanted}; name another file")
     return messages, None
@@ -149,7 +149,7 @@ def read_messages(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 def check_chat(path: Path, meta: Meta) -> Meta:
     """Return the JSON of a session. Raises SessionError if a value that every chat has is missing."""
-    if not contents.is_chat(meta):
+    if not session_meta.is_chat(meta):
         raise SessionError(f"{path} lacks values of a chat, or they are damaged; name another file")
     return meta
 

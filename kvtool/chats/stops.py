@@ -31,14 +31,16 @@ class Stops:
         """Add a piece. Return the new text that cannot belong to a stop string. It may be empty."""
         text = self._held + piece
         if self._splitter:
-            answer = "".join(part for is_thought, part in self._splitter.feed(piece) if not is_thought)
-            n_before = max(len(text) - self._splitter.n_held - len(answer), 0)
-            if not answer:
-                self._held = text[n_before:]
-                return text[:n_before]
-            # the answer begins
-            self._splitter, self._held = None, ""
-            return text[:n_before] + self.feed(text[n_before:])
+            # feed single characters: a tag after the answer is then not fed together with the answer
+            for n, character in enumerate(piece, len(self._held) + 1):
+                parts = self._splitter.feed(character)
+                if answer := "".join(part for is_thought, part in parts if not is_thought):
+                    n_before = max(n - self._splitter.n_held - len(answer), 0)
+                    self._splitter, self._held = None, ""
+                    return text[:n_before] + self.feed(text[n_before:])
+            n_before = len(text) - self._splitter.n_held
+            self._held = text[n_before:]
+            return text[:n_before]
         # Choose the stop string that ends first: this choice does not depend on where the pieces end. If
         # several end at the same place, choose the longest
         whole, n_before = self._before + text, len(self._before)

@@ -192,21 +192,21 @@ class Template:
 
     def _shielded_reply(self, content: str) -> str:
         """Shield a reply, but not the tags of a thought at its beginning, because the template reads them."""
-        opening, end, *_ = self.tags
+        opening = self.tags.start
         blanks, is_there, text = content.partition(opening)
         if not is_there or blanks.strip():
-            if end not in content or not self.opens_thought:
+            if self.tags.end not in content or not self.opens_thought:
                 return str(shielded(self.markers, content))
             blanks = opening = ""
             text = content
-        thought, end, answer = text.partition(end)
+        thought, end, answer = text.partition(self.tags.end)
         return f"{blanks}{opening}{shielded(self.markers, thought)}{end}{shielded(self.markers, answer)}"
 
     @cached_property
     def has_thoughts(self) -> bool:
         """True if the template contains the tags of a thought, so that the model may think."""
-        start, end, *_ = self.tags
-        return start in self.source or end in self.source or self.tags != THINK
+        tags = self.tags
+        return tags.start in self.source or tags.end in self.source or tags != THINK
 
     @cached_property
     def _thought_name(self) -> str | None:

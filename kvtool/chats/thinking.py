@@ -113,30 +113,29 @@ If other text follows START, it is an answer.
 
 def _marks_of(tags: Tags) -> _Marks:
     start, end, plain = tags.start, tags.bare_end, tags.plain
-    opens = {start: _Part.THOUGHT, **({plain: _Part.ANSWER} if plain else {})}
-    # after `bare_end`, `plain`, a tool call or another thought may follow
-    marks = {_Part.START: opens, _Part.THOUGHT: {end: _Part.START if plain else _Part.ANSWER}}
-    if tags.answer_start:
-        opens[tags.answer_start] = _Part.RESPONSE
-        return {
-            _Part.START: opens,
-            _Part.THOUGHT: {end: _Part.START},
-            _Part.RESPONSE: {tags.answer_end: _Part.ANSWER},
-        }
     if tags == _GEMMA:
         # Gemma sometimes leaves out the line break, writes a tag twice, or writes tags after its answer
         opens = {**dict.fromkeys((start, start.rstrip(), "<|channel>"), _Part.THOUGHT), end: _Part.START}
         thought = {start: _Part.THOUGHT, end: _Part.START}
-        return {_Part.START: opens, _Part.THOUGHT: thought, _Part.ANSWER: thought | {end: _Part.ANSWER}}
-    if tags == _KIMI:
-        opens["<|close|>message<|sep|>"] = _Part.START
-        return marks | {_Part.ANSWER: {"<|close|>response<|sep|>": _Part.START}}
+        answer = {start: _Part.THOUGHT, end: _Part.ANSWER}
+        return {_Part.START: opens, _Part.THOUGHT: thought, _Part.ANSWER: answer}
     if tags == _GPT_OSS:
         # the recipient of a call may come first in a header
-        opens = dict.fromkeys(("<|channel|>", "to="), _Part.HEADER)
-        header, answer = {"<|message|>": _Part.ANSWER}, {end: _Part.START}
-        return marks | {_Part.START: opens, _Part.HEADER: header, _Part.ANSWER: answer}
-    return marks
+        opens = {"<|channel|>": _Part.HEADER, "to=": _Part.HEADER}
+        header, ends = {"<|message|>": _Part.ANSWER}, {end: _Part.START}
+        return {_Part.START: opens, _Part.HEADER: header, _Part.THOUGHT: ends, _Part.ANSWER: ends}
+    if tags == _KIMI:
+        opens = {start: _Part.THOUGHT, plain: _Part.ANSWER, "<|close|>message<|sep|>": _Part.START}
+        answer = {"<|close|>response<|sep|>": _Part.START}
+        return {_Part.START: opens, _Part.THOUGHT: {end: _Part.START}, _Part.ANSWER: answer}
+    if tags.answer_start:
+        opens = {start: _Part.THOUGHT, tags.answer_start: _Part.RESPONSE}
+        response = {tags.answer_end: _Part.ANSWER}
+        return {_Part.START: opens, _Part.THOUGHT: {end: _Part.START}, _Part.RESPONSE: response}
+    if plain:
+        # after `bare_end`, `plain`, a tool call or another thought may follow
+        return {_Part.START: {start: _Part.THOUGHT, plain: _Part.ANSWER}, _Part.THOUGHT: {end: _Part.START}}
+    return {_Part.START: {start: _Part.THOUGHT}, _Part.THOUGHT: {end: _Part.ANSWER}}
 
 
 _GAP = "\n\n"
@@ -155,11 +154,11 @@ class Splitter:
     the first call in it. If the thought does end, the call is a part of it.
 
     is_open: True if the reply header opens the thought.
-    call: text with which tool calls begin. "" if there are no tools.
+    call_opening: text with which tool calls begin. "" if there are no tools.
     """
 
-    def __init__(self, tags: Tags, *, is_open: bool = False, call: str = "") -> None:
-        self._start, self._marks, self._call = tags.start, _marks_of(tags), call
+    def __init__(self, tags: Tags, *, is_open: bool = False, call_opening: str = "") -> None:
+        self._start, self._marks, self._call_opening = tags.start, _marks_of(tags), call_opening
         self._part = _Part.THOUGHT if is_open else _Part.START
         self._held = self._header = ""
         self.had_thought = is_open
@@ -220,7 +219,7 @@ class Splitter:
     def end(self) -> Iterator[tuple[bool, str]]:
         """Yield the text that `feed` has held back. Called at the end of the reply."""
         text, self._held = self._held, ""
-        if self._part is _Part.THOUGHT and not (self._call and text.startswith(self._call)):
+        if self._part is _Part.THOUGHT and not (self._call_opening and text.startswith(self._call_opening)):
             yield from self._texts(text)
             return
         # an incomplete header is text
@@ -231,10 +230,10 @@ class Splitter:
     def _n_certain(self, text: str, marks: Iterable[str]) -> int:
         """Return how many characters of a text without marks belong to the present part in any case."""
         may_end = [*marks]
-        if self._call and self._part is _Part.THOUGHT:
-            if (at := text.find(self._call)) >= 0:
+        if self._call_opening and self._part is _Part.THOUGHT:
+            if (at := text.find(self._call_opening)) >= 0:
                 return at
-            may_end.append(self._call)
+            may_end.append(self._call_opening)
         return len(text) - max((n_begun(text, mark) for mark in may_end), default=0)
 
     def _begin(self, mark: str, part: _Part) -> Iterator[tuple[bool, str]]:
@@ -243,7 +242,7 @@ class Splitter:
         if part is _Part.HEADER:
             self._header = mark
         elif self._part is _Part.HEADER:
-            part, self._gap = _part_after(header, has_tools=bool(self._call)), _GAP
+            part, self._gap = _part_after(header, has_tools=bool(self._call_opening)), _GAP
         self._part = part
         self.had_thought |= part is _Part.THOUGHT
         if part is _Part.CALL:

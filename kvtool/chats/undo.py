@@ -22,13 +22,13 @@ def turn_label(text: str) -> str:
 class Copy(NamedTuple):
     """Copy of the chat before a command, in open files. The owner must close the copy.
 
-    `archive` is the archive file, if the session `file` lists segments. `begun`: see `Conversation`.
+    `archive` is the archive file, if the session `file` lists segments. `first_version`: see `Conversation`.
     """
 
     command: str
     file: BinaryIO
     archive: FileIO | None = None
-    begun: int = 0
+    first_version: int = 0
 
     def close(self) -> None:
         self.file.close()

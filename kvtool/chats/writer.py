@@ -181,7 +181,8 @@ class Writer:
 
         If the engine cannot keep all n tokens, it reads the missing tokens again before the next text.
 
-        saved: the state that `save` returned after n tokens.
+        saved: the state that `save` returned after n tokens. The sampler's last tokens and seed, the unread
+        tokens and `unfinished` become those of this state.
         again: what to do if the archive has dropped tokens that rewinding needs. If True, the cache is
         emptied, and all n tokens are read again. If False, nothing changes, and the result is False.
         """

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.chats.contents import Hashing, fixed_of, meta_of
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of
+from kvtool.chats.session_meta import Hashing, fixed_of, meta_of
 from kvtool.chats.template import Template
 from kvtool.chats.writer import Writer
 from kvtool.config import drafting

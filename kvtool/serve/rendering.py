@@ -107,8 +107,6 @@ class Rendering:
         self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
         # arguments and results of calls of `following`
         self._following: dict[int, tuple[list[Message], list[Any], np.ndarray]] = {}
-        # text of the template's own reply header if the reply has a given beginning; otherwise ""
-        self._replaced = ""
         self.format = Format.of(template)
 
     @cached_property
@@ -121,23 +119,10 @@ class Rendering:
 
         begun: text with which the reply begins, or "".
         """
-        header = self.header
+        header = self.header.with_begun(self._model, self.template, begun)
         other = copy(self)
-        other._last, other._following = None, {}
-        if begun:
-            other._replaced = header.kept + header.lead
-            other.header = header.with_begun(self._model, self.template, begun)
+        other.header, other._last, other._following = header, None, {}
         return other
-
-    def _ended(self, text: str) -> str:
-        """Add the given beginning of the reply, if there is one, to the end of a rendered chat."""
-        if not self._replaced:
-            return text
-        # some templates write no header after a tool's result
-        header = self.header.kept + self.header.lead if text.endswith(self._replaced) else ""
-        begun = {"role": "assistant", "content": self.header.begun}
-        content: str = self.template.shielded(begun)["content"]
-        return text.removesuffix(self._replaced) + header + content
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """Return the tokens i32[n] of a whole chat, and the number of tokens of its system prompt and tools.
@@ -206,12 +191,11 @@ class Rendering:
         """
         if (lead := self._after_kept(region)) is not None:
             return lead
-        opening, end, *_ = self.template.tags
-        bare = region.rstrip()
-        if not bare.endswith(end.rstrip()):
+        tags, bare = self.template.tags, region.rstrip()
+        if not bare.endswith(tags.end.rstrip()):
             return ""
-        at = bare.rfind(opening)
-        return region[at if at >= 0 else bare.rfind(end.rstrip()) :]
+        at = bare.rfind(tags.start)
+        return region[at if at >= 0 else bare.rfind(tags.end.rstrip()) :]
 
     def _regions(self, messages: list[Message], tools: list[Any]) -> dict[int, str]:
         """Return the region of each reply: the text between the previous reply's answer and this answer.
@@ -243,7 +227,7 @@ class Rendering:
 
     def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         prepared, shown_tools = self._prepared(messages, tools)
-        whole = self._ended(self._text(prepared, shown_tools))
+        whole = self.header.begin(self.template, self._text(prepared, shown_tools))
         return prefix_tokens(self._model, whole, len(self._prefix(whole, prepared, shown_tools)))
 
     def _text(self, prepared: list[Message], shown_tools: list[Any] | None) -> str:
@@ -279,7 +263,7 @@ class Rendering:
         else:
             before, shown_tools = self._prepared(messages[: i - 1], tools)
             text = self._bare.following(before, for_template(messages[i:], self.template), shown_tools)
-        return tokens_of(self._model, self._ended(text))
+        return tokens_of(self._model, self.header.begin(self.template, text))
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
         """Return the text of a chat after the tool calls of the reply `messages[i - 1]`.
@@ -306,7 +290,7 @@ class Rendering:
             raise TemplateError("the model's chat template leaves calls out")
         return whole.removeprefix(before)
 
-    def may_call(self, request: ChatRequest) -> bool:
+    def call_replaces_answer(self, request: ChatRequest) -> bool:
         """True if a call may take the place of the answer: see `Format.end_token`."""
         return bool(self.format.end_token) and request.choice.kind != "none" and not request.begun
 
@@ -316,19 +300,19 @@ class Rendering:
         The rules are None if any answer is allowed. The remarks are about keywords that are not enforced.
         """
         output_format = request.output_format
-        plain = self.template.tags.plain if self.may_call(request) else ""
+        plain = self.template.tags.plain if self.call_replaces_answer(request) else ""
         call_rules = CallRules(Vocabulary.of(self._model), self.format, plain, request.schema_places)
         if request.choice.kind == "required":
             if output_format:
                 raise ApiError(
                     f"tool_choice demands a call, and {output_format.where} does not", param="tool_choice"
                 )
-            return call_rules.call(request.tools, request.choice.name), call_rules.remarks
+            return call_rules.required_call(request.tools, request.choice.name), call_rules.remarks
         if not output_format:
             is_free = request.sampling.grammar is None and request.sampling.json_schema is None
             if request.choice.kind == "auto" and is_free:
                 # a call that the model begins must be complete and fit the tool's schema
-                return call_rules.begun(request.tools, one_call=request.choice.one_call), []
+                return call_rules.begun_call(request.tools, one_call=request.choice.one_call), []
             return None, []
         rules, remarks = output_format.rules()
         # a client's grammar describes the whole reply, including calls, so it needs no rules for calls

@@ -181,10 +181,10 @@ class Slot:
         self._remarks = [*remarks, *unenforced]
         resumer.use(rendering)
         conversation.thought_budget = request.thinking.budget
-        conversation.may_call = rendering.may_call(request)
+        conversation.call_replaces_answer = rendering.call_replaces_answer(request)
         callable_tools = [] if request.choice.kind == "none" else request.tools
         tags = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
-        conversation.call = rendering.format.opening if callable_tools else ""
+        conversation.call_opening = rendering.format.opening if callable_tools else ""
         self._start(job, request, conversation.shown | tags, rules)
         if request.begun:
             # call this before the prompt is read: it raises an error if a grammar forbids the text with which

@@ -132,19 +132,31 @@ class Log:
         self.path = path
         # do not buffer: otherwise, a part of a failed entry could be written later
         self._file = path.open("ab", buffering=0)
+        # the last entry, and the size of the file after it
+        self._last: tuple[bytes, int | None] = b"", None
 
-    def append(self, text: str) -> None:
-        """Append an entry. Raises OSError."""
-        data = text.encode("utf-8", "replace")
+    def append(self, text: str, replaced: str = "") -> None:
+        """Append an entry. Raises OSError.
+
+        replaced: entry to replace by this one if it is the last in the file, unless the file is a pipe.
+        """
+        data, old = text.encode("utf-8", "replace"), replaced.encode("utf-8", "replace")
         # after an error, the file is truncated to its present size; a pipe cannot be truncated
         end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
+        if end is not None and old and (old, end) == self._last:
+            end -= len(old)
+            self._file.truncate(end)
+        else:
+            old = b""
         try:
             write_all(self._file, data)
         except OSError:
             if end is not None:
                 with suppress(OSError):
                     self._file.truncate(end)
+                    write_all(self._file, old)
             raise
+        self._last = data, None if end is None else end + len(data)
 
     def close(self) -> None:
         self._file.close()

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from kvtool.chats.after_thought import AfterThought
+from kvtool.chats.after_thought import AfterThought, after_thought
+from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter, tags_in
 from kvtool.llama.grammar import gbnf, schema
 from kvtool.llama.grammar.constraint import Matcher, Vocabulary
@@ -220,7 +221,7 @@ def test_limit_reached_within_a_call_in_the_thought_leaves_the_call_whole(
     vocabulary = Vocabulary.of(model)
     begun, rest = (vocabulary.tokens_of(text.encode()) for text in (begun, rest))
     rules = Triggered(vocabulary, Rules('"<call>" "now"', triggers=("<call>",))) if has_rules else None
-    constraint = AfterThought(rules, model, THINK, "<think>", len(begun), call="<call>")
+    constraint = AfterThought(rules, model, THINK, "<think>", len(begun), call_opening="<call>")
     assert all(map(constraint.accept, begun))
     assert constraint.n_fitting(rest) == (len(rest) if n_fitting is None else n_fitting)
     for token in [*rest, next(iter(vocabulary.ends))]:
@@ -234,7 +235,7 @@ def test_limit_holds_in_a_thought_without_a_call_and_before_an_answer_that_must_
     (close, *_) = vocabulary.tokens_of(b"</think>")
     for inner, begun, more in ((None, "So <ca", "lm"), (json_of(model), "So <call>", "")):
         begun, more = (vocabulary.tokens_of(text.encode()) for text in (begun, more))
-        constraint = AfterThought(inner, model, THINK, "<think>", len(begun), call="<call>")
+        constraint = AfterThought(inner, model, THINK, "<think>", len(begun), call_opening="<call>")
         assert all(map(constraint.accept, [*begun, *more[:2]]))
         assert fitting(constraint, model).tolist() == [close]
 
@@ -249,6 +250,27 @@ def test_limit_reached_within_the_end_tag_forces_the_rest_of_the_tag(models):
     for token in Vocabulary.of(model).tokens_of(rest):
         assert fitting(constraint, model).tolist() == [token]
         assert constraint.accept(token)
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_end_tag_may_begin_in_the_given_beginning_of_the_thought(models, budget):
+    model = models("tags that are no tokens")
+    vocabulary = Vocabulary.of(model)
+    around = after_thought(model, Template("<think>", "", ""), budget, "", "<think>So </thi")
+    constraint = around(json_of(model))
+    for token in vocabulary.tokens_of(b"nk>"):
+        assert budget is None or fitting(constraint, model).tolist() == [token]
+        assert constraint.accept(token)
+    assert {vocabulary.pieces[token][:1] for token in fitting(constraint, model)} == {b"{", b"\n"}
+
+
+def test_call_that_the_given_beginning_of_the_thought_began_stays_whole(models):
+    model = models("tags that are no tokens")
+    for begun, is_call in (("So <call>x", True), ("So", False)):
+        around = after_thought(
+            model, Template("<think>", "", ""), 0, "", f"<think>{begun}", call_opening="<call>"
+        )
+        assert (around(None).mask() is None) == is_call
 
 
 def test_n_fitting_counts_valid_draft_tokens_without_changing_state(models):

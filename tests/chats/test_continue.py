@@ -13,13 +13,13 @@ from rich.console import Console
 
 from kvtool import policies
 from kvtool.chats import session
-from kvtool.chats.conversation import Conversation
+from kvtool.chats.conversation import Conversation, transcript
 from kvtool.chats.prompt import template_of
 from kvtool.chats.stops import Stops
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter, Tags
 from kvtool.chats.writer import Writer
-from kvtool.cli.chat.files import ChatFiles
+from kvtool.cli.chat.files import ChatFiles, open_transcript
 from kvtool.cli.chat.reply import ReplyView
 from kvtool.cli.chat.screen import Terminal
 from kvtool.cli.chat.slash_commands import Commands
@@ -143,6 +143,21 @@ def test_continued_reply_equals_a_reply_that_was_not_cut(chats, tmp_path, policy
     assert cut.state[1][:3] == whole.state[1][:3]
     assert 'took back 2 changes, the oldest of them the turn "Name a fruit."' in cut.run("/undo 2")
     assert cut.state == ([], [])
+
+
+def test_transcript_has_a_continued_reply_once(chats, tmp_path):
+    chat, path = chats(), tmp_path / "talk.txt"
+    with closing(open_transcript(path)) as chat.files.transcript:
+        for line in ("Name a fruit.", "/continue", "/continue"):
+            chat.run(line)
+            assert path.read_text() == transcript(chat.talk.messages)
+        before = path.read_text()
+        chat.run("Name a colour.")
+        colour = transcript(chat.talk.messages[-2:])
+        chat.run("/undo")
+        # the last turn in the file is another one, which stays
+        chat.run("/continue")
+        assert path.read_text() == before + colour + transcript(chat.talk.messages)
 
 
 @POLICIES
@@ -322,6 +337,18 @@ def test_reply_that_was_cut_in_its_thought_goes_on(conversation, real_model, sou
         assert talk.messages == whole.messages
         assert talk.writer.tokens.tolist() == read_afresh(talk) == whole.writer.tokens.tolist()
         assert talk.header == whole.header
+
+
+def test_tags_after_the_answer_are_dropped_from_a_continued_reply(conversation, real_model):
+    source = DROPS.replace("</think>", "<channel|>").replace("%OPEN%", "")
+    talk, whole = (conversation(real_model, source=source) for _ in range(2))
+    for each in (talk, whole):
+        says(each, "It is seven.<|channel>thought\n<channel|>")
+    text = "".join(whole.reply("And?"))
+    assert "".join(talk.reply("And?", 3)) + go_on(talk) == text
+    assert talk.messages == whole.messages
+    assert talk.writer.tokens.tolist() == whole.writer.tokens.tolist()
+    assert b"".join(map(real_model.piece, talk.writer.tokens.tolist())).endswith(b"It is seven.")
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])

@@ -911,7 +911,7 @@ def test_ctrl_c_during_a_retry_restores_the_replaced_turn(chat, tmp_path, monkey
             terminal.say(text, again=True)
             assert out.getvalue().count("cancelled; the chat is as it was before") == n_cancelled
             assert (stream(talk), talk.messages) == (before, messages)
-            assert terminal.typed_of == {"Name a car.": "@car.txt"}
+            assert terminal.typed_of["Name a car."] == "@car.txt"
             # the prompt offers an edited turn again, and sending it replaces the last turn
             assert (terminal.typed, terminal.edits) == (("", False) if "car" in text else (text, True))
             terminal.typed, terminal.edits = "", False

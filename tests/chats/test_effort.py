@@ -179,7 +179,7 @@ def test_efforts_of_published_templates_match_their_variables(share_of):
             if effort == OFF and reason is None:
                 assert not under.opens_thought, name
                 # with thinking off, the header must close a thought that it opens
-                start, end, *_ = under.tags
+                start, end = under.tags.start, under.tags.end
                 after = under.reply_start().rpartition(start)[2] if start in under.reply_start() else end
                 assert re.search(re.escape(end), after), name
             if effort == ON and efforts.on is not None:

@@ -158,6 +158,28 @@ def test_stop_strings_end_only_the_answer(text, shown, n):
     assert bool(stops.found) == (shown != text)
 
 
+@pytest.mark.parametrize("n", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("sign", "start", "end"),
+    [
+        ("<channel|>", "<|channel>thought\nOne. Two.<channel|>", "<channel|>"),
+        (
+            "<|open|>think<|sep|>",
+            "<|open|>think<|sep|>One. Two.<|close|>think<|sep|><|open|>response<|sep|>",
+            "<|close|>response<|sep|>",
+        ),
+        (RESPONSE, "<think>One. Two.</think>\n<response>", "</response>"),
+    ],
+)
+def test_stop_string_is_found_before_a_tag_that_ends_the_answer(sign, start, end, n):
+    stops, text, written = Stops([". T"], Splitter(tags_in(sign))), f"{start}One. Two.{end}", ""
+    for i in range(0, len(text), n):
+        written += stops.feed(text[i : i + n])
+        if stops.found:
+            break
+    assert (written, stops.found) == (f"{start}One", ". T")
+
+
 def test_stop_string_of_a_chat_is_not_searched_in_the_thought(talk):
     chat = talk(KEEPS)
     chat.writer.sampler.change(replace(chat.writer.sampler.settings, stop=("\n\n",)))

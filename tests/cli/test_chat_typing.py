@@ -668,6 +668,31 @@ def test_empty_file_is_refused_and_an_inserted_file_is_reported(terminal, tmp_pa
     assert "inserted" not in chat.say("and @someone")
 
 
+def test_text_of_an_inserted_file_inserts_no_other_file(terminal, tmp_path):
+    path, first, other = (tmp_path / name for name in ("chat.kv", "a.txt", "b.txt"))
+    first.write_text(f"see @{other} now")
+    other.write_text("two")
+    typed, sent = f"Read: @{first}", f"Read: see @{other} now"
+    chat = terminal("--session", path)
+    chat.say(typed)
+    assert "inserted" not in chat.say("/retry")
+    assert user_messages(path) == [sent]
+    chat.type("/edit-last\r")
+    chat.wait_for(f"\n> {typed}")
+    assert f"inserted {first}" in chat.say(" please")
+    assert user_messages(path) == [f"{sent} please"]
+    chat.type("/exit\r")
+    assert chat.process.wait(TIMEOUT_S) == 0
+    # another process knows only the text that was sent
+    first.write_text("one")
+    chat = terminal("--session", path)
+    for more in (f" and @{first}", "!"):
+        chat.type("/edit-last\r")
+        chat.wait_for(f"\n> {sent} please")
+        chat.say(more)
+    assert user_messages(path) == [f"{sent} please and one!"]
+
+
 @pytest.mark.parametrize("leaving", ["/exit\r", "\x04"])
 def test_leaving_with_unsaved_turns_needs_a_second_request(terminal, tmp_path, leaving):
     path, other, full = tmp_path / "chat.kv", tmp_path / "other.kv", resource.RLIM_INFINITY

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.chats import session
-from kvtool.chats.contents import difference
+from kvtool.chats.session_meta import difference
 from kvtool.config import drafting
 from kvtool.config import model as config_model
 from kvtool.config.run import ALL_LAYERS, ScoreOptions, WriteOptions

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvtool.chats import contents
+from kvtool.chats import session_meta
 from kvtool.cli.declared import options, parameters
 from kvtool.config import opening, report
 from kvtool.config.generation import GenerationOptions
@@ -180,7 +180,7 @@ def test_error_names_the_context_that_limits_the_budget(tiny_model):
 def test_resumed_session_keeps_its_policy_and_budget():
     def resumed(run, policy, budget=None):
         fixed = {"parameters": {"budget": 1024}}
-        return contents.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
+        return session_meta.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
 
     h2o, recall = (resumed(RunOptions(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)

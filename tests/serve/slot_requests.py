@@ -29,7 +29,7 @@ def check_body(body, api="chat", defaults=None):
 
 
 class DictatedSlot:
-    """A slot of `kvtool serve` whose replies a test dictates.
+    """A slot of `kvtool serve` whose replies a test dictates. Dictated tokens need not fit the constraint.
 
     dictated: texts of the next replies. Markers in a text, like <|im_end|>, become special tokens. When no
     text is left, the model writes the reply.

@@ -147,8 +147,7 @@ def test_published_templates_render_a_begun_reply_like_a_whole_reply(model, shar
             earlier = template.render([user, message("assistant", "Kvtool says so."), later])
             base = Header.of(model, template)
             header = base.with_begun(model, template, "Kvtool says")
-            text = template.render([user]).removesuffix(base.kept + base.lead)
-            text += header.kept + header.lead + "Kvtool says"
+            text = header.begin(template, template.render([user]))
             prompt_end = earlier[
                 earlier.index("Kvtool asks.") : earlier.index("Kvtool says") + len("Kvtool says")
             ]

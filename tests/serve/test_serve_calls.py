@@ -182,7 +182,7 @@ def test_call_in_a_thought_that_never_ends_is_found(format):
     if not format.opening or format is formats.HARMONY:
         pytest.skip("calls of this format begin with no tag, or with a header")
     for n in (1, 4, 1000):
-        reply = Reply(Splitter(THINK, is_open=True, call=format.opening), Parser(format, TOOLS))
+        reply = Reply(Splitter(THINK, is_open=True, call_opening=format.opening), Parser(format, TOOLS))
         whole = f"I could call {text[:3]}.\n{text}"
         deltas = [delta for i in range(0, len(whole), n) for delta in reply.feed(whole[i : i + n])]
         deltas += reply.end()
@@ -255,7 +255,7 @@ def test_headers_of_gpt_oss_are_not_text(text, expected):
     for n in (1, 3, len(text)):
         # a header does not count as the only call
         parser = Parser(formats.HARMONY, TOOLS, one_call=n == 3)
-        splitter = Splitter(tags_in("<|channel|>analysis<|message|>"), call=formats.HARMONY.opening)
+        splitter = Splitter(tags_in("<|channel|>analysis<|message|>"), call_opening=formats.HARMONY.opening)
         pieces = [text[i : i + n] for i in range(0, len(text), n)]
         parts = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
         assert not any(is_thought for is_thought, _ in parts)

@@ -38,7 +38,7 @@ def call_rules(engine, format):
 
 def forced(engine, format, tools, choice=None):
     """Return the rules that force a call. choice: a `Choice` that names a tool, or None for any tool."""
-    return call_rules(engine, format).call(tools, choice and choice.name)
+    return call_rules(engine, format).required_call(tools, choice and choice.name)
 
 
 def generate_text(engine, rules, next_logits, n=900):
@@ -253,12 +253,12 @@ def test_strict_tool_with_an_unenforceable_schema_is_an_error(engine, format, wh
 def test_great_constant_is_left_out_only_for_a_tool_that_is_not_strict(engine):
     schema = {"type": "object", "properties": {"x": {"const": 2**53 + 1}}, "required": ["x"]}
     rules = call_rules(engine, HERMES)
-    rules.call(check_tools([tool("f", schema)]))
+    rules.required_call(check_tools([tool("f", schema)]))
     assert rules.remarks == [
         "tools[0].function.parameters.properties.x.const: const beyond 2^53 cannot be enforced"
     ]
     with pytest.raises(ApiError, match="would be rounded; use a string"):
-        rules.call(check_tools([tool("f", schema, strict=True)]))
+        rules.required_call(check_tools([tool("f", schema, strict=True)]))
 
 
 @each_format
@@ -292,7 +292,7 @@ def test_call_or_answer_grammar_accepts_both(engine, format):
 
 def begun(engine, format, tools=TOOLS, *, one_call=False):
     """Return the rules of calls that the model begins."""
-    return call_rules(engine, format).begun(tools, one_call=one_call)
+    return call_rules(engine, format).begun_call(tools, one_call=one_call)
 
 
 def begins(text, then):

@@ -64,7 +64,7 @@ def model(tmp_path_factory):
     ],
 )
 def test_thought_ends_before_a_call_or_an_answer(text, parts, n):
-    splitter = Splitter(tags_in(THOUGHT), call=HARMONY.opening)
+    splitter = Splitter(tags_in(THOUGHT), call_opening=HARMONY.opening)
     pieces = [part for i in range(0, len(text), n) for part in splitter.feed(text[i : i + n])]
     pieces += splitter.end()
     joined = ("".join(piece for kind, piece in pieces if kind is is_thought) for is_thought in (True, False))
@@ -121,9 +121,9 @@ def test_engine_reads_only_the_result_after_a_call(model, source, tmp_path, poli
         assert serve.text == f"{read}{RESULT}{NEXT}{FINAL}It is a room."
 
 
-@pytest.mark.parametrize("may_call", [True, False])
+@pytest.mark.parametrize("call_replaces_answer", [True, False])
 @pytest.mark.parametrize("thinks", [False, True])
-def test_budget_limits_all_thoughts_of_a_reply_together(model, thinks, may_call):
+def test_budget_limits_all_thoughts_of_a_reply_together(model, thinks, call_replaces_answer):
     def tokens(text):
         return Vocabulary.of(model).tokens_of(text.encode())
 
@@ -132,11 +132,13 @@ def test_budget_limits_all_thoughts_of_a_reply_together(model, thinks, may_call)
         return mask is None or bool(mask[token >> 5] >> (token & 31) & 1)
 
     # two thoughts, or only one if no tool may be called. The end tag counts until its last token
-    thoughts = [f"{THOUGHT}a{NEXT}", f"{THOUGHT}bc"][not may_call :] if thinks else []
+    thoughts = [f"{THOUGHT}a{NEXT}", f"{THOUGHT}bc"][not call_replaces_answer :] if thinks else []
     budget = sum(len(tokens(text.removeprefix(THOUGHT))) for text in thoughts) - (len(thoughts) > 1)
-    constraint = AfterThought(None, model, tags_in(THOUGHT), "<|start|>assistant", budget, may_call=may_call)
+    constraint = AfterThought(
+        None, model, tags_in(THOUGHT), "<|start|>assistant", budget, call_replaces_answer=call_replaces_answer
+    )
     written = [token for text in (*thoughts, *[NEXT] * thinks) for token in tokens(text)]
-    written += tokens(f"{LOOKS}{NEXT}") if may_call else []
+    written += tokens(f"{LOOKS}{NEXT}") if call_replaces_answer else []
     for token in written:
         assert allows(token)
         assert constraint.accept(token)
@@ -174,7 +176,7 @@ def test_reply_with_a_schema_is_an_answer_in_json_or_a_call(model, source, tmp_p
             else:
                 n_answers += 1
                 assert json.loads(message["content"])["n"] in (1, 2)
-                assert f"{FINAL}{message['content']}" in "".join(answer.slot._resumer.conversation._written)
+                assert f"{FINAL}{message['content']}" in answer.slot._resumer.conversation._reply.text
     assert n_calls
     assert n_answers
 

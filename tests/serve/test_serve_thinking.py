@@ -467,7 +467,7 @@ def test_published_templates_give_a_fresh_reading_after_each_reply(bytewise, tmp
                 if reason:
                     continue
                 under, more = template.under(variables), {"reasoning_effort": effort} if effort else {}
-                start, end, *_ = under.tags
+                start, end = under.tags.start, under.tags.end
                 thought = "" if effort else f"Hm.{end}" if under.opens_thought else f"{start}Hm.{end}"
                 messages = [{"role": "user", "content": f"Hello {effort} {sends}."}]
                 for turn in range(3):

@@ -94,9 +94,20 @@ def test_log_contains_only_complete_entries(tmp_path):
             log.append("two " * 100)
         # no part of the failed entry is in the file, so a shorter entry still fits
         log.append("three\n")
-    log.append("four\n")
+        with pytest.raises(OSError, match="File too large"):
+            log.append("four " * 100, "three\n")
+        assert path.read_text(encoding="utf-8") == "before\none caf\u00e9 ?\nthree\n"
+    log.append("four \u00e9\n", "three\n")
+    # only the last entry is replaced
+    log.append("five\n", "one caf\u00e9 \udce9\n")
+    log.append("six\n")
+    log.append("6\n", "six\n")
+    with path.open("a") as other:
+        other.write("seven\n")
+    log.append("eight\n", "6\n")
     log.close()
-    assert path.read_text(encoding="utf-8") == "before\none caf\u00e9 ?\nthree\nfour\n"
+    text = "before\none caf\u00e9 ?\nfour \u00e9\nfive\n6\nseven\neight\n"
+    assert path.read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -86,7 +86,7 @@ def chat(
         saved = earlier = None
         if args.session:
             from kvtool.chats import session as sessions
-            from kvtool.chats.contents import resumed
+            from kvtool.chats.session_meta import resumed
 
             stack.enter_context(sessions.lock(args.session))
             if (saved := sessions.peek(args.session)) is not None:

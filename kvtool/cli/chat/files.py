@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from itertools import takewhile
@@ -12,8 +12,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvtool.chats import archive_file, session
-from kvtool.chats.contents import difference, fixed_of, meta_of
 from kvtool.chats.session import Arrays, Meta
+from kvtool.chats.session_meta import difference, fixed_of, meta_of
 from kvtool.cli.progress import hashing_progress, restoring_progress
 from kvtool.cli.writing import sampling_of
 from kvtool.config.generation import GenerationOptions
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
     from kvtool.chats.conversation import Conversation
+    from kvtool.chats.template import Message
 
 
 class ChatFiles:
@@ -68,7 +69,7 @@ class ChatFiles:
         # result of `_comparable` for the chat that the file at `path` holds
         self._saved: Meta | None = None
         self._archive_file = archive_file.ArchiveFile(path)
-        # files to which chats were moved, each with `Conversation.begun` of its chat
+        # files to which chats were moved, each with `Conversation.first_version` of its chat
         self._set_aside: dict[Path, int] = {}
         chat.open_saved = self._open_saved
 
@@ -115,7 +116,7 @@ class ChatFiles:
             self.chat.resume(meta, arrays)
 
     def set(self, name: str, text: str | None) -> None:
-        """Change one sampling option. The new value is used from the next text on.
+        """Change one of the `GenerationOptions`, and give all of them to the sampler for the next text.
 
         text: the value, or None for the default. The seed -1 chooses a random seed. Raises UsageError or
         InputError if the name or the value is wrong. In that case nothing changes.
@@ -152,10 +153,11 @@ class ChatFiles:
         self.unsaved = None
         return True
 
-    def keep(self, *, undone: bool = False) -> None:
+    def keep(self, *, undone: bool = False, continued: Sequence[Message] = ()) -> None:
         """Save the last turn and its reply in the session and in the transcript.
 
         If saving fails, the error is stored in `unsaved`. undone: see `keep_session`.
+        continued: messages of the chat before its last reply was continued; empty for another reply.
         """
         if not self.chat.n_turn:
             return
@@ -164,7 +166,7 @@ class ChatFiles:
             from kvtool.chats.conversation import transcript
 
             try:
-                self.transcript.append(transcript(self.chat.messages[-2:]))
+                self.transcript.append(transcript(self.chat.messages[-2:]), transcript(continued[-2:]))
             except OSError as error:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 
@@ -248,7 +250,7 @@ class ChatFiles:
         if undone:
             self._drop_recovered()
         if aside and self._saved:
-            self._set_aside[aside] = self._saved["begun"]
+            self._set_aside[aside] = self._saved["first_version"]
 
     def _holds_earlier_chat(self, path: Path) -> bool:
         """Return True if the session file holds an earlier chat, to which the user may return with undos.
@@ -263,13 +265,13 @@ class ChatFiles:
 
         The `id` does not tell: if the user loads an older copy of the chat in the file, it is the same.
         """
-        return self._saved is not None and self._saved["begun"] == self.chat.begun
+        return self._saved is not None and self._saved["first_version"] == self.chat.first_version
 
     def _recovered(self) -> Iterator[Path]:
         """Yield the files among FILE.1, FILE.2, ... to whose chats the user has returned with undos."""
-        for spare, begun in list(self._set_aside.items()):
+        for spare, version in list(self._set_aside.items()):
             with suppress(OSError, SessionError):
-                if begun == self.chat.begun and not self._would_lose(session.read_meta(spare)):
+                if version == self.chat.first_version and not self._would_lose(session.read_meta(spare)):
                     yield spare
 
     def _drop_recovered(self) -> None:
@@ -284,7 +286,12 @@ class ChatFiles:
         """Return values of the present chat, in the form that `_would_lose` takes."""
         chat = self.chat
         messages = list(chat.messages)
-        return {"id": chat.id, "begun": chat.begun, "n_turn": chat.n_turn, "messages": messages}
+        return {
+            "id": chat.id,
+            "first_version": chat.first_version,
+            "n_turn": chat.n_turn,
+            "messages": messages,
+        }
 
     def _write(self, path: Path) -> None:
         """Write the chat to a session. Raises SessionError."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -193,6 +193,7 @@ def with_files(
     text: str,
     inserted: Callable[[Path, str], None] = lambda path, text: None,
     missing: Callable[[str], None] = lambda name: None,
+    kept: Collection[str] = (),
 ) -> str:
     """Return the text with each @PATH or @"PATH" replaced by the text of the file.
 
@@ -205,10 +206,13 @@ def with_files(
 
     inserted: called with the path and the text of each file. missing: called with each PATH that stays in the
     text although it looks like a path. It is not called for a text of several lines.
+    kept: marks of `marks_in` that stay in the text.
     """
     is_line = "\n" not in text
 
     def text_of(match: re.Match[str]) -> str:
+        if match[0] in kept:
+            return match[0]
         word = match[1] or match[2]
         name = word if match[1] else _without_marks(word)
         path = Path(os.path.expanduser(name))
@@ -235,6 +239,11 @@ def with_files(
         return file_text + word[len(name) :]
 
     return _INSERTED.sub(text_of, text)
+
+
+def marks_in(text: str) -> set[str]:
+    """Return each @PATH and @"PATH" in a text, with the characters that follow it up to a blank."""
+    return {match[0] for match in _INSERTED.finditer(text)}
 
 
 def _without_marks(word: str) -> str:

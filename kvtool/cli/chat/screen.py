@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.thinking import apart, without_thought
 from kvtool.cli.chat.files import ChatFiles, turns
-from kvtool.cli.chat.input import confirmed, typed_as, with_files
+from kvtool.cli.chat.input import confirmed, marks_in, typed_as, with_files
 from kvtool.cli.chat.keys import Keys
 from kvtool.cli.console import plain_console
 from kvtool.cli.writing import end_note
@@ -51,8 +52,8 @@ class Terminal:
     edits
         True if the next turn replaces the last turn.
     typed_of
-        Maps turns with @FILE to the texts that the user typed for them. In a turn, each @FILE is replaced by
-        the text of the file.
+        Maps turns to the texts that the user typed for them in this process. In a turn, each @FILE is
+        replaced by the text of the file.
     """
 
     conversation: Conversation
@@ -150,6 +151,10 @@ class Terminal:
         again: the turn replaces the last turn.
         """
         notes = list[str]()
+        replaced = self.conversation.last_turn() if again else None
+        turn = self.conversation.newest_turn if again else None
+        # this turn may have words of a file that an earlier process inserted: they insert no other file
+        kept = marks_in(turn) if turn and turn not in self.typed_of else ()
 
         def note(path: Path, text: str) -> None:
             n = len(self.engine.model.tokenize(text, start=False))
@@ -159,24 +164,28 @@ class Terminal:
             # reading a long file and counting its tokens takes seconds
             with interrupt.raising():
                 sent = with_files(
-                    text, note, lambda name: notes.append(f"there is no file {name}; it is sent as typed")
+                    text,
+                    note,
+                    lambda name: notes.append(f"there is no file {name}; it is sent as typed"),
+                    kept,
                 )
         except KeyboardInterrupt:
             self.note(_CANCELLED)
-            self._refuse(text, again)
+            self._offer_again(text, again)
             return
         except (InputError, UsageError) as error:
             self.error(f"{error}; nothing was sent")
-            self._refuse(text, again)
+            self._offer_again(text, again)
             return
         for line in notes:
             self.note(line)
-        self._turn(text, sent, self.conversation.last_turn() if again else None)
+        if not kept:
+            self.typed_of.setdefault(sent, text)
+        self._turn(text, sent, replaced)
 
-    def go_on(self, turn: str) -> None:
-        """Let the model continue its reply to the last turn. Raises UsageError if the reply has ended."""
-        begun = self.conversation.unfinished_reply()
-        self._turn(turn, turn, self.conversation.last_turn(), begun)
+    def reply_again(self, turn: str, begun: str = "") -> None:
+        """Let the model write another reply to the last turn. begun: see `Conversation.read_turn`."""
+        self._turn(self.typed_of.get(turn, turn), turn, self.conversation.last_turn(), begun)
 
     def _turn(self, text: str, sent: str, replaced: LastTurn | None, begun: str = "") -> None:
         """Read a turn, show and save its reply, and print notes. For the arguments, see `_replied`."""
@@ -213,36 +222,39 @@ class Terminal:
         ended: a function that returns True if a signal ends the process after the turn.
         """
         conversation, again = self.conversation, replaced is not None
-        n_before = conversation.n_turn - again
-        before = n_before, self.thought
+        continued = replaced.messages if replaced and begun else ()
+        keep = partial(self.files.keep, undone=again, continued=continued)
+        # the number of turns, and the thought, if this turn is taken back
+        n_others, thought = conversation.n_turn - again, self.thought
         self.thought, self.tokens_per_s = "", 0.0
-        if sent != text:
-            self.typed_of[sent] = text
         try:
             is_read = self._read_turn(sent, replaced, begun)
             if is_read:
                 # the blank line also separates the reply from lines about the reading
                 self.console.print()
-                self._answer(again)
-            if not is_read or (conversation.writer.stop and not (ended() or conversation.has_written)):
-                self._restore(replaced, *before)
+                self._answer(keep)
+            # if a signal ends the process, a turn that was read stays
+            is_cancelled = conversation.writer.stop and not (ended() or conversation.has_written)
+            if not is_read or is_cancelled:
+                self._restore(replaced, n_others, thought)
                 self.note(_CANCELLED)
                 if replaced and sent != conversation.newest_turn:
                     # keep the edited turn at the prompt: the user can send it again, or press Ctrl-C
-                    self._refuse(text, again)
+                    self._offer_again(text, again)
                 return False
         except (ModelError, StreamEnd, UsageError) as error:
             why = self.files.advice(error) if isinstance(error, StreamEnd) else error
-            undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_before else ""
+            undo = "take back turns with /undo N, or " if isinstance(error, StreamEnd) and n_others else ""
             self.error(f"{why}; or {undo}start over with /reset")
-            # a turn without a reply does not stay in the chat
-            if conversation.n_turn == n_before or (self._is_empty and not self.thought):
-                self._restore(replaced, *before)
+            # the error may come before the turn is in the chat; a turn without a reply does not stay there
+            is_added = conversation.n_turn > n_others
+            if not is_added or (self._is_empty and not self.thought):
+                self._restore(replaced, n_others, thought)
                 self.note("the turn was not answered; the chat is as it was before")
                 if not begun:
-                    self._refuse(text, again)
+                    self._offer_again(text, again)
                 return False
-        self.files.keep(undone=again)
+        keep()
         return True
 
     def _read_turn(self, text: str, replaced: LastTurn | None, begun: str) -> bool:
@@ -263,8 +275,8 @@ class Terminal:
         ):
             return self.conversation.read_turn(text, replaced, begun)
 
-    def _answer(self, again: bool) -> None:
-        """Show the reply while the model writes it. If the terminal is closed meanwhile, save the reply."""
+    def _answer(self, keep: Callable[[], None]) -> None:
+        """Show the reply while the model writes it. If the terminal is closed meanwhile, call `keep`."""
         from kvtool.cli.chat.reply import ReplyView
 
         writer, splitter = self.conversation.writer, self.conversation.splitter_after_begun()
@@ -282,7 +294,7 @@ class Terminal:
                     view.write(piece)
         except OSError:
             if not self._is_empty:
-                self.files.keep(undone=again)
+                keep()
             raise
         finally:
             n, seconds = writer.n_written - 1, time.monotonic() - started
@@ -295,7 +307,7 @@ class Terminal:
         content = self.conversation.messages[-1]["content"]
         return not without_thought(content, self.conversation.splitter_of(content)).strip()
 
-    def _refuse(self, text: str, again: bool) -> None:
+    def _offer_again(self, text: str, again: bool) -> None:
         """Put a refused turn at the next prompt.
 
         again: True if the turn was to replace the last turn. The user can then edit the refused turn, and the
@@ -309,11 +321,11 @@ class Terminal:
         """Put a turn at the next prompt, as the user typed it."""
         self.typed = typed_as(self.typed_of.get(turn, turn))
 
-    def _restore(self, replaced: LastTurn | None, n_before: int, thought: str) -> None:
-        """Take a turn back, and restore the state before it. n_before: number of turns without this turn."""
+    def _restore(self, replaced: LastTurn | None, n_others: int, thought: str) -> None:
+        """Take a turn back, and restore the state before it. n_others: number of turns without this turn."""
         if replaced:
             self.conversation.put_back(replaced)
-        elif self.conversation.n_turn > n_before:
+        elif self.conversation.n_turn > n_others:
             self.conversation.undo_turn()
         self.thought = thought
 

@@ -185,10 +185,10 @@ class Commands:
         return change if typed is None else turn_label(typed)
 
     def _retry(self) -> None:
-        self.terminal.say(self._last_turn(), again=True)
+        self.terminal.reply_again(self._last_turn())
 
     def _continue(self) -> None:
-        self.terminal.go_on(self._last_turn())
+        self.terminal.reply_again(self._last_turn(), self.conversation.unfinished_reply())
 
     def _edit_last(self) -> None:
         self.terminal.offer(self._last_turn())

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from kvtool.chats import archive_file, session
-from kvtool.chats.contents import completed
 from kvtool.chats.conversation import Conversation
+from kvtool.chats.session_meta import completed
 from kvtool.chats.undo import TurnEnd
 from kvtool.errors import SessionError
 from kvtool.serve.api.messages import Message

@@ -70,7 +70,7 @@ class CallRules:
         self._repeats = False
         self.remarks: list[str] = []
 
-    def call(self, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> Rules:
+    def required_call(self, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> Rules:
         """Return the rules of a call.
 
         Raises ApiError if a tool is strict and its schema cannot be enforced.
@@ -83,20 +83,23 @@ class CallRules:
         texts = [self._of_format(format, calls) for format, calls in self._calls.items()]
         return Rules(" | ".join(texts), tuple(self._rules))
 
-    def begun(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> Rules:
+    def begun_call(self, tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> Rules:
         """Return the rules of calls that the model begins; their triggers are the tags that open calls.
 
         If a strict tool's schema cannot be enforced, a part of it is.
         """
         self._add_tag()
         self._is_strict, self._repeats = False, not one_call
-        rules = self.call(tools)
+        rules = self.required_call(tools)
         return rules._replace(triggers=tuple({_opening(format): None for format in self._calls}))
 
     def call_or(self, tools: Sequence[Mapping[str, Any]], answer: Rules) -> Rules:
-        """Return rules that allow a call of one of the tools, or an answer. Raises ApiError. See `call`."""
+        """Return rules that allow a call of one of the tools, or an answer. Raises ApiError.
+
+        See `required_call`.
+        """
         self._add_tag()
-        call, answer = self.call(tools), self.answer(answer)
+        call, answer = self.required_call(tools), self.answer(answer)
         return answer._replace(start=f"{call.start} | ({answer.start})", more=(*call.more, *answer.more))
 
     def _add_tag(self) -> None:

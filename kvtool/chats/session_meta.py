@@ -1,4 +1,4 @@
-"""What the JSON of a chat's session holds: the text, the options, and values that must not change.
+"""The JSON of a chat's session: the text, the options, and values that must not change.
 
 `meta_of` and `Conversation.save` make the JSON. `is_chat` checks it. `difference` and `resumed` read it when
 a chat is continued.
