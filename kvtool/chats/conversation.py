@@ -313,7 +313,7 @@ class Conversation:
                 "/continue needs a reply that you stopped or that reached its limit (-n); /retry writes "
                 "another one"
             )
-        # the last character may be incomplete. If only a part of a tag was written, begin anew
+        # the last character may be incomplete. If only a part of a tag was written, begin again
         return "" if start.startswith(text.lstrip()) else text.removesuffix("\ufffd")
 
     def read_turn(self, text: str, replaced: LastTurn | None = None, begun: str = "") -> bool:

@@ -19,12 +19,12 @@ Cache
 -----
 In one of these cases the reply stays as the model wrote it:
 
-- It has a thought, and the template shows the thoughts of earlier replies.
-- The template shows no tags of thoughts, so an earlier reply looks like a new one.
+- It has a thought, the template shows the thoughts of earlier replies, and no tag follows the answer.
+- The template drops no thoughts, and its reply header has no lead (see `Header`).
 - The engine cannot be rewound, or the prompt did not end with the reply header.
 
-Otherwise only the lead of an earlier reply (see `Header`) and the answer stay. They are read again if the
-reply is different from them.
+Otherwise the lead of an earlier reply and the answer stay. They are read again if the model wrote other text.
+On a server, `Rendering.earlier_reply` finds the lead.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Reply:
 
 
 def message_of(text: str, template: Template, splitter: Splitter, opening: str) -> Message:
-    """Return a reply as a message: see the start of this module. The message does not tell the text.
+    """Return a reply as a message: see the start of this module. It does not always hold the whole text.
 
     opening: text with which the reply header opens a thought. "" if it opens none.
     """
