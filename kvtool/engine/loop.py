@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from kvtool.engine.exact_reader import ExactReader
 from kvtool.engine.plan_check import ask
 from kvtool.engine.policy_cache import PolicyCache
 from kvtool.engine.residents import Residents
-from kvtool.engine.settings import Settings, auto_archive_type
+from kvtool.engine.settings import Settings
 from kvtool.engine.sizes import Sizes, open_context
 from kvtool.engine.whole_reader import WholeReader, batches
 from kvtool.errors import KvtoolError, LibraryError, OutOfMemory, StreamEnd, UsageError
@@ -73,9 +72,7 @@ class Engine:
         for value, kind in ((model, Model), (policy, Policy), (settings, Settings)):
             if not isinstance(value, kind):
                 raise TypeError(f"Engine(model, policy, settings) needs a {kind.__name__}, got {value!r}")
-        if settings.archive_type == "auto":
-            archive_type = auto_archive_type(model.info, settings.prefill, on_gpu=model.uses_gpu)
-            self.settings = settings = replace(settings, archive_type=archive_type)
+        self.settings = settings = settings.for_model(model)
         self.model = model
         self.policy = policy = for_model(policy, model) if policy.recall else policy
         sizes = Sizes.of(policy, settings, model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from kvtool.options import check_choice
 from kvtool.units import ARCHIVE_TYPES, CACHE_TYPES, FEW_BITS, MAX_RESIDENT, MAX_THREADS, PLAIN
 
 if TYPE_CHECKING:
+    from kvtool.llama.loaded.model import Model
     from kvtool.models.header import ModelInfo
 
 POSITIONS = ("original", "in-cache", "auto")
@@ -123,6 +124,12 @@ class Settings:
         max_draft = min(MAX_DRAFT, self.n_batch - 1)
         if not 0 <= self.n_draft <= max_draft:
             raise UsageError(f"n_draft must be in 0..{max_draft}, got {self.n_draft}")
+
+    def for_model(self, model: Model) -> Settings:
+        """Return these settings with the archive type that "auto" means for a model."""
+        if self.archive_type != "auto":
+            return self
+        return replace(self, archive_type=auto_archive_type(model.info, self.prefill, on_gpu=model.uses_gpu))
 
 
 def auto_archive_type(info: ModelInfo, prefill: str | None, *, on_gpu: bool) -> str:

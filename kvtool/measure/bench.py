@@ -171,7 +171,7 @@ class Bench:
         self, model: Model, settings: Settings, rows: Sequence[Row], *, rounds: int, row_s: float
     ) -> None:
         self.model = model
-        self.settings = settings
+        self.settings = settings.for_model(model)
         self.rows = rows
         self.rounds = rounds
         self.row_s = row_s

@@ -415,7 +415,7 @@ def test_ctrl_c_stops_a_reply_and_keeps_the_chat(terminal, blocking_policy):
     blocking_policy.wait()
     terminal.type("\x03")
     blocking_policy.go()
-    terminal.until("\nstopped\n")
+    terminal.until("\nstopped; /continue goes on\n")
     assert terminal.ended(pressing="\x04") == 0
     os.close(terminal.master)
 

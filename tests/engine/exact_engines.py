@@ -51,12 +51,12 @@ Tests that run with every policy are in tests/policies/test_contract.py.
 def open_engine(path, policy, n_gpu_layers=None, mtp=False, **settings):
     """Open an engine with an f32 cache, no flash attention, one thread, and logits of every token.
 
-    A policy with recall gets prefill=stream, because kvtool might read a prompt whole if a GPU has room for
-    it. `settings` override these defaults.
+    A policy with recall gets prefill=stream and an archive in q8_0, because with a GPU kvtool would choose
+    another way of reading and another type. `settings` override these defaults.
     """
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
     if policy.recall:
-        exact["prefill"] = "stream"
+        exact |= {"prefill": "stream", "archive_type": "q8_0"}
     with (
         closing(Model(path, n_gpu_layers=n_gpu_layers, mtp=mtp)) as model,
         closing(Engine(model, policy, Settings(**(exact | settings)))) as engine,

@@ -368,8 +368,8 @@ def test_stream_sends_its_events_in_order(monkeypatch):
 
 
 def test_error_of_an_unknown_address_names_the_addresses_of_chats():
-    answer = send("/v1/embeddings", "POST", body={"input": "x"})
+    answer = send("/v1/complete", "POST", body={"input": "x"})
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
-    assert message.startswith("no such address: /v1/embeddings; chats go to /v1/chat/completions")
+    assert message.startswith("no such address: /v1/complete; chats go to /v1/chat/completions")
     assert message.endswith(", texts to /v1/completions")
