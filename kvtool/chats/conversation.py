@@ -358,6 +358,7 @@ class Conversation:
         finally:
             if not is_read:
                 self.messages.append({"role": "assistant", "content": ""})
+                self.writer.unfinished = ""
         return is_read
 
     def _begin_reply(self, header: Header) -> None:
@@ -373,6 +374,7 @@ class Conversation:
 
         before: position to go back to first; None to read the tokens at the present end of the chat.
         """
+        self.writer.unfinished = None
         has_header = self.header.ends(tokens)
         n = len(tokens) - (self.header.n_lead if has_header else 0)
         self._reply = Reply(tokens[n:], has_header, self.header.begun)
@@ -385,6 +387,8 @@ class Conversation:
         try:
             before_text = without_thought(header.begun, self.splitter())
             may_change = template.drops_thoughts or header.n_left_out > 0
+            # also if Ctrl-C stops the reading of the lead
+            self.writer.unfinished = header.begun
             yield from self.write(n_max, may_change=may_change, before=before_text)
         finally:
             splitter, text = self.splitter(), self._reply.text
@@ -417,8 +421,6 @@ class Conversation:
         can_change = may_change and reply.has_header and self.writer.engine.can_rewind
         if can_change and not reply.is_resumed:
             reply.before = self.turn_end()
-        # also if Ctrl-C stops the reading of the lead
-        self.writer.unfinished = reply.begun
         if self.writer.read(reply.lead):
             for piece in self.writer.write(n_max, self.splitter_after_begun(), before):
                 reply.pieces.append(piece)

@@ -92,7 +92,9 @@ class Header:
         if not begun:
             return self
         if begun.lstrip().startswith(template.tags.start):
-            text = (self.kept + self.lead).removesuffix(template.opening)
+            # a lead with an end tag is an empty thought, in place of which the given one stands
+            lead = "" if template.tags.end in self.lead else self.lead
+            text = (self.kept + lead).removesuffix(template.opening)
         else:
             text, earlier = self.kept + self.earlier_lead, template.earlier_start
             if earlier and earlier.startswith(text):

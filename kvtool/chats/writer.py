@@ -34,8 +34,8 @@ class Writer:
     is_cut
         True if the last `write` ended because it reached its maximum number of tokens.
     unfinished
-        Text of the last reply, which a conversation sets and saves with the writer. None if the model or a
-        stop string ended the reply, so that it cannot be continued.
+        Text of the last reply, which a conversation sets and saves with the writer. None if the reply cannot
+        be continued: the model or a stop string ended it, or a server wrote it.
     loop
         The loop that ended the last `write`, or None.
     ends_loops
@@ -107,9 +107,8 @@ class Writer:
     @delayed
     def postpone(self, tokens: np.ndarray) -> None:
         """Empty the cache, and store tokens i32[n] as unread. They are read before the next text."""
-        unfinished = self.unfinished
         self.reset()
-        self._unread, self.unfinished = tokens, unfinished
+        self._unread = tokens
 
     def _forget(self) -> None:
         if self.drafter:

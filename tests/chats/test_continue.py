@@ -14,6 +14,8 @@ from rich.console import Console
 from kvtool import policies
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation, transcript
+from kvtool.chats.effort import Efforts
+from kvtool.chats.header import Header
 from kvtool.chats.prompt import template_of
 from kvtool.chats.stops import Stops
 from kvtool.chats.template import Template
@@ -193,6 +195,65 @@ def test_ended_reply_gets_one_line(chats, conversation, real_model):
     assert "".join(talk.reply("And?")) == "It is seven."
     with pytest.raises(UsageError, match=r"^/continue needs a reply that you stopped or that reached its"):
         talk.unfinished_reply()
+
+
+def test_reply_of_a_server_cannot_be_continued(conversation, model):
+    talk = conversation(model)
+    text = "".join(talk.reply("Name a fruit.", 5))
+    assert talk.unfinished_reply() == text
+    # a slot writes in these steps
+    talk.read_prompt(model.tokenize("And a bird?"))
+    list(talk.write(5, may_change=False))
+    talk.finish_reply(None)
+    with pytest.raises(UsageError, match=r"^/continue needs a reply"):
+        talk.unfinished_reply()
+
+
+def test_turn_that_was_not_read_to_its_end_is_answered_from_the_start(conversation, model, monkeypatch):
+    talk = conversation(model)
+    assert "".join(talk.reply("Name a fruit.", 5))
+    monkeypatch.setattr(talk.writer, "read", lambda tokens: False)
+    assert not talk.read_turn("And a bird?")
+    monkeypatch.undo()
+    assert talk.unfinished_reply() == ""
+
+
+def test_ctrl_c_after_the_end_of_a_reply_offers_no_continuation(chats, model, monkeypatch):
+    chat = chats()
+    # the model ends its turn with the newest token of its vocabulary
+    chat.talk.writer.ends = {model.n_vocab - 1}
+    tokens = iter([*model.tokenize("Yes").tolist(), model.n_vocab - 1])
+    monkeypatch.setattr(chat.talk.writer.sampler, "sample", lambda context: next(tokens))
+    finish = chat.talk.finish_reply
+
+    def stopped(lead):
+        chat.talk.writer.stop = True
+        finish(lead)
+
+    monkeypatch.setattr(chat.talk, "finish_reply", stopped)
+    shown = chat.run("And?")
+    assert "stopped" in shown
+    assert "/continue" not in shown
+
+
+@pytest.mark.parametrize("cut", ["<think>\nHm a <", "<think>\nHm</", "<think>\nHm</think"])
+def test_view_of_a_reply_that_was_cut_within_a_tag_shows_each_character_once(cut):
+    whole = "<think>\nHm a < b</think>\nIt is." if cut.endswith("<") else "<think>\nHm</think>\nIt is."
+    console = Console(file=io.StringIO(), force_terminal=True, width=40)
+    view = ReplyView(console, Splitter(THINK).after(cut))
+    view.resume(Splitter(THINK).feed(cut))
+    with view:
+        view.write(whole.removeprefix(cut))
+    assert view.thought.strip() == ("Hm a < b" if cut.endswith("<") else "Hm")
+
+
+def test_thought_goes_on_without_the_empty_thought_of_thinking_off(real_model):
+    template = Template(SWITCHED, "", "")
+    off = template.under(Efforts.of(template).variables("off")[0])
+    header = Header.of(real_model, off)
+    assert "</think>" in header.lead
+    begun = header.with_begun(real_model, off, "<think>\nHm")
+    assert "</think>" not in begun.kept + begun.lead
 
 
 @POLICIES
@@ -392,7 +453,7 @@ def test_view_of_a_continued_reply_has_the_whole_thought_and_stays_in_its_block_
     console = Console(file=out, force_terminal=True, width=20)
     splitter = Splitter(THINK).after("<think>Hm</think>\n```\none two")
     with ReplyView(console, splitter) as view:
-        view.resume("Hm", "```\none two")
+        view.resume([(True, "Hm"), (False, "```\none two")])
         view.write(" three four five six seven\n```\nnine")
     assert view.thought == "Hm"
     # code is coloured, and not wrapped

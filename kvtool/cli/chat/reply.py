@@ -6,6 +6,7 @@ The thought is dimmed. When the thought ends, a single line replaces it, and the
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.live import Live
@@ -50,9 +51,14 @@ class ReplyView:
         self._fold()
         self._out.end()
 
-    def resume(self, thought: str, answer: str) -> None:
-        """Continue a reply, of which this much was printed before."""
-        self.thought = thought
+    def resume(self, parts: Iterable[tuple[bool, str]]) -> None:
+        """Continue a reply, of which these parts were printed before: (is it of the thought?, text)."""
+        answer = ""
+        for is_thought, text in parts:
+            if is_thought:
+                self.thought += text
+            else:
+                answer += text
         self._out.resume(answer)
 
     def write(self, piece: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.thinking import apart, without_thought
+from kvtool.chats.thinking import without_thought
 from kvtool.cli.chat.files import ChatFiles, turns
 from kvtool.cli.chat.input import confirmed, marks_in, typed_as, with_files
 from kvtool.cli.chat.keys import Keys
@@ -195,7 +195,9 @@ class Terminal:
             if not self._replied(text, sent, replaced, begun, ended):
                 return
             if writer.stop:
-                self.note("stopped; /continue goes on")
+                # Ctrl-C may come after the end of the reply
+                goes_on = writer.unfinished is not None
+                self.note("stopped" + "; /continue goes on" * goes_on)
             elif why := end_note(
                 writer,
                 self.files.generation,
@@ -281,7 +283,7 @@ class Terminal:
 
         writer, splitter = self.conversation.writer, self.conversation.splitter_after_begun()
         view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)
-        view.resume(*apart(self.conversation.header.begun, self.conversation.splitter()))
+        view.resume(self.conversation.splitter().feed(self.conversation.header.begun))
         started = time.monotonic()
         writer.ends_loops = self.files.generation.stop_loops == "on"
         try:

@@ -196,11 +196,13 @@ class Commands:
         self.terminal.note("send the edited turn to replace the last one, or press Ctrl-C to keep it")
 
     def _last_turn(self) -> str:
-        """Return the last turn. Raises UsageError if it cannot be taken back."""
+        """Return the last turn. Raises UsageError if it cannot be changed."""
         text = self.conversation.newest_turn
         if text is None:
             raise UsageError(
-                "the last turn cannot be taken back" if self.conversation.n_turn else "the chat has no turns"
+                "the last turn can no longer be changed"
+                if self.conversation.n_turn
+                else "the chat has no turns"
             )
         return text
 
