@@ -30,7 +30,6 @@ from kvtool.config.run import RunOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from tests.chats.test_thinking import (
     DROPS,
@@ -45,20 +44,6 @@ from tests.chats.test_thinking import (
 )
 
 POLICIES = pytest.mark.parametrize("policy", ["recall", "h2o", "full"])
-
-
-@pytest.fixture(scope="module")
-def model(talker):
-    model = Model(talker)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def real_model(smol):
-    model = Model(smol)
-    yield model
-    model.close()
 
 
 @pytest.fixture

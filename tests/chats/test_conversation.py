@@ -28,7 +28,6 @@ from kvtool.config.run import RunOptions
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
-from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from tests import tiny
@@ -36,21 +35,6 @@ from tests.engine.exact_engines import KINDS
 
 COUNTS = "{{ thinking_budget or 'any' }} tokens.<think></think>" + tiny.CHAT_TEMPLATE
 """Template whose first words depend on the thinking budget."""
-
-
-@pytest.fixture(scope="module")
-def model(talker):
-    model = Model(talker)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def real_model(smol):
-    """A model whose chat template has special tokens."""
-    model = Model(smol)
-    yield model
-    model.close()
 
 
 def greedy(model):
