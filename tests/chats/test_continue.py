@@ -31,6 +31,8 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.llama.sampler import Sampler
+from tests.chats import published_templates
+from tests.chats.published_templates import needs_published
 from tests.chats.test_thinking import (
     DROPS,
     HIDES,
@@ -239,6 +241,36 @@ def test_thought_goes_on_without_the_empty_thought_of_thinking_off(real_model):
     assert "</think>" in header.lead
     begun = header.with_begun(real_model, off, "<think>\nHm")
     assert "</think>" not in begun.kept + begun.lead
+
+
+@needs_published
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ByteDance-Seed-OSS",
+        "GLM-4.7-Flash",
+        "HuggingFaceTB-SmolLM3-3B",
+        "Kimi-K3",
+        "Qwen3.5-4B",
+        "Reka-Edge",
+        "deepseek-ai-DeepSeek-V3.1",
+        "poolside-Laguna-S-2.1",
+        "tencent-Hy3",
+        "upstage-Solar-Open-100B",
+    ],
+)
+def test_begun_thought_follows_the_same_header_with_thinking_off_and_on(real_model, name):
+    template = Template(published_templates.templates()[name], "", "")
+
+    def header(effort):
+        switched = template.under(Efforts.of(template).variables(effort)[0])
+        begun = Header.of(real_model, switched).with_begun(real_model, switched, f"{template.tags.start}\nHm")
+        return switched.reply_start(), begun.kept + begun.lead
+
+    (off, before_off), (on, before_on) = header("off"), header("on")
+    assert off != on
+    assert before_off.strip()[-12:] == before_on.strip()[-12:]
+    assert template.tags.end not in before_off + before_on
 
 
 @POLICIES
