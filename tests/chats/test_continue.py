@@ -17,6 +17,7 @@ from kvtool.chats.conversation import Conversation, transcript
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.prompt import template_of
+from kvtool.chats.reply import message_of
 from kvtool.chats.stops import Stops
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter, Tags
@@ -415,6 +416,15 @@ def test_reply_that_was_cut_in_its_thought_goes_on(conversation, real_model, sou
         assert talk.messages == whole.messages
         assert talk.writer.tokens.tolist() == read_afresh(talk) == whole.writer.tokens.tolist()
         assert talk.header == whole.header
+
+
+@needs_published
+def test_message_of_a_continued_thought_is_that_of_a_whole_thought():
+    template = Template(published_templates.templates()["Qwen3.5-4B"], "", "")
+    tags, opening, text = template.tags, template.opening, "Hm.\n</think>\n\nYes."
+    whole = message_of(text, template, Splitter(tags, is_open=True), opening)
+    assert whole == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm.\n"}
+    assert message_of(opening + text, template, Splitter(tags), "") == whole
 
 
 def test_tags_after_the_answer_are_dropped_from_a_continued_reply(conversation, real_model):
