@@ -120,6 +120,9 @@ class Conversation:
         self.call_replaces_answer, self.call_opening = False, ""
         self.effort: str | None = None
         self._reply = Reply()
+        # `version` after the last change of the effort that made the next turn read the chat again, and the
+        # position before the last turn of that chat
+        self._reread: tuple[int, TurnEnd | None] = -1, None
         self.use_template(template)
         self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
         self.reset(system)
@@ -152,7 +155,7 @@ class Conversation:
         self.use_template(template)
         try:
             if again:
-                self._postpone_past()
+                self._reread_last_turn()
             elif self.n_turn:
                 self.hold_header()
             elif self.writer.engine.n_held:
@@ -163,7 +166,8 @@ class Conversation:
             raise
         if (effort, budget) != (self.effort, self.thought_budget):
             self.effort, self.thought_budget = effort, budget
-            self.version += 1
+            if not again:
+                self.version += 1
 
     @cached_property
     def efforts(self) -> Efforts:
@@ -189,6 +193,13 @@ class Conversation:
         if not whole.endswith(turn):
             raise UsageError("the model's chat template shows the last reply in another form; /reset first")
         return whole.removesuffix(turn)
+
+    def _reread_last_turn(self) -> None:
+        """Call `_postpone_past`, and remember where the last turn begins, so that it can be replaced."""
+        unfinished = self.writer.unfinished
+        self._postpone_past()
+        self.writer.unfinished = unfinished
+        self._reread = self.version, self._before_last_turn()
 
     @delayed
     def _postpone_past(self) -> None:
@@ -269,12 +280,13 @@ class Conversation:
         self.set_messages([*self.messages, *map(_with_own_thought, rest)])
         if self.n_turn:
             self._postpone_past()
-            self._push_before_last_turn()
+            if before := self._before_last_turn():
+                self.undo_stack.push(before)
 
-    def _push_before_last_turn(self) -> None:
-        """Push the position before the last turn of a postponed chat, so that this turn can be undone.
+    def _before_last_turn(self) -> TurnEnd | None:
+        """Return the position before the last turn of a postponed chat.
 
-        Pushes nothing if the tokens before the turn cannot be told from the tokens of the turn.
+        Returns None if the tokens before the turn cannot be told from the tokens of the turn.
         """
         n_message = max(n for n, message in enumerate(self.messages) if message["role"] == "user")
         tokens, n_reply = np.empty(0, np.int32), 0
@@ -283,10 +295,11 @@ class Conversation:
             try:
                 tokens = self._with_prefix(self._past(self.template, n_message))[0]
             except UsageError:
-                return
-        if np.array_equal(tokens, self.writer.unread[: len(tokens)]):
-            saved = {**self.writer.save(), "unread": []}
-            self.undo_stack.push(TurnEnd(len(tokens), n_message, n_reply, saved))
+                return None
+        if not np.array_equal(tokens, self.writer.unread[: len(tokens)]):
+            return None
+        saved = {**self.writer.save(), "unread": [], "unfinished": None}
+        return TurnEnd(len(tokens), n_message, n_reply, saved)
 
     # turns
 
@@ -339,14 +352,14 @@ class Conversation:
         if begun:
             self._begin_reply(header)
         recent = list(self.writer.sampler.recent)
-        previous = None if before else self.turn_end()
+        start = before or self.turn_end()
         is_read = False
         try:
             with delayed:
-                if previous:
+                if start is not self.undo_stack.newest:
                     # Push it even if `undoable` is False. The session saves it, so that a later process can
                     # undo the turn
-                    self.undo_stack.push(previous)
+                    self.undo_stack.push(start)
                 self.version += 1
                 self.messages.append({"role": "user", "content": text})
                 is_whole = self.read_prompt(tokens, before)
@@ -665,14 +678,15 @@ class Conversation:
 
     def undo_turn(self) -> str | None:
         """Take back the last turn if it is the last change, and return its text; otherwise return None."""
-        if (turn := self.newest_turn) is not None:
-            self._undo_last()
+        if not isinstance(self.undo_stack.newest, TurnEnd):
+            return None
+        turn = self.newest_turn
+        self._undo_last()
         return turn
 
     def last_turn(self) -> LastTurn | None:
         """Return what `read_turn` and `put_back` need, or None where `newest_turn` is None."""
-        before = self.undo_stack.newest
-        if not isinstance(before, TurnEnd):
+        if not (before := self._newest_start):
             return None
         return LastTurn(before, self.writer.stream[before.n_token :], self.messages, self.writer.save())
 
@@ -708,9 +722,15 @@ class Conversation:
 
     @property
     def newest_turn(self) -> str | None:
-        """Text of the user in the last turn. None if the last change is not a turn, or cannot be undone."""
-        before = self.undo_stack.newest
-        return self.messages[before.n_message]["content"] if isinstance(before, TurnEnd) else None
+        """Text of the user in the last turn. None if the turn cannot be replaced."""
+        before = self._newest_start
+        return self.messages[before.n_message]["content"] if before else None
+
+    @property
+    def _newest_start(self) -> TurnEnd | None:
+        """Position before the last turn, if the last change was this turn or a change of the effort."""
+        newest, (version, before) = self.undo_stack.newest, self._reread
+        return newest if isinstance(newest, TurnEnd) else before if version == self.version else None
 
     @delayed
     def _undo_last(self) -> None:

@@ -92,9 +92,7 @@ class Header:
         if not begun:
             return self
         if begun.lstrip().startswith(template.tags.start):
-            # a lead with an end tag is an empty thought, in place of which the given one stands
-            lead = "" if template.tags.end in self.lead else self.lead
-            text = (self.kept + lead).removesuffix(template.opening)
+            text = self._before_thought(template)
         else:
             text, earlier = self.kept + self.earlier_lead, template.earlier_start
             if earlier and earlier.startswith(text):
@@ -108,6 +106,15 @@ class Header:
         earlier_lead = (self.kept + self.earlier_lead)[len(kept) :]
         replaced = self.kept + self.lead
         return Header(tokens, kept, text[len(kept) :], earlier_lead, n_lead, begun, replaced)
+
+    def _before_thought(self, template: Template) -> str:
+        """Return the text of the header up to its thought, which may be open, empty, or only an end tag."""
+        text, tags = self.kept + self.lead, template.tags
+        before, is_there, _ = text.rpartition(tags.start)
+        if is_there:
+            return before
+        end = tags.plain or tags.end
+        return text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
 
     def begin(self, template: Template, text: str) -> str:
         """Return a rendered chat with this header and `begun` at its end; unchanged without `begun`."""

@@ -88,5 +88,8 @@ def message_of(text: str, template: Template, splitter: Splitter, opening: str) 
         # a later change of the effort changes the reply header: the message itself needs both tags
         return {"role": "assistant", "content": opening + text if text else ""}
     thought, answer = apart(text, splitter)
+    if template.opening and text.startswith(template.opening):
+        # a given beginning has the text with which the header would open the thought
+        thought = thought.removeprefix(template.opening.removeprefix(template.tags.start))
     more = {"reasoning_content": thought} if thought and template.takes_thoughts else {}
     return {"role": "assistant", "content": answer, **more}

@@ -17,6 +17,7 @@ from kvtool.chats.conversation import Conversation, transcript
 from kvtool.chats.effort import Efforts
 from kvtool.chats.header import Header
 from kvtool.chats.prompt import template_of
+from kvtool.chats.reply import message_of
 from kvtool.chats.stops import Stops
 from kvtool.chats.template import Template
 from kvtool.chats.thinking import THINK, Splitter, Tags
@@ -31,6 +32,8 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
 from kvtool.llama.sampler import Sampler
+from tests.chats import published_templates
+from tests.chats.published_templates import needs_published
 from tests.chats.test_thinking import (
     DROPS,
     HIDES,
@@ -241,6 +244,36 @@ def test_thought_goes_on_without_the_empty_thought_of_thinking_off(real_model):
     assert "</think>" not in begun.kept + begun.lead
 
 
+@needs_published
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ByteDance-Seed-OSS",
+        "GLM-4.7-Flash",
+        "HuggingFaceTB-SmolLM3-3B",
+        "Kimi-K3",
+        "Qwen3.5-4B",
+        "Reka-Edge",
+        "deepseek-ai-DeepSeek-V3.1",
+        "poolside-Laguna-S-2.1",
+        "tencent-Hy3",
+        "upstage-Solar-Open-100B",
+    ],
+)
+def test_begun_thought_follows_the_same_header_with_thinking_off_and_on(real_model, name):
+    template = Template(published_templates.templates()[name], "", "")
+
+    def header(effort):
+        switched = template.under(Efforts.of(template).variables(effort)[0])
+        begun = Header.of(real_model, switched).with_begun(real_model, switched, f"{template.tags.start}\nHm")
+        return switched.reply_start(), begun.kept + begun.lead
+
+    (off, before_off), (on, before_on) = header("off"), header("on")
+    assert off != on
+    assert before_off.strip()[-12:] == before_on.strip()[-12:]
+    assert template.tags.end not in before_off + before_on
+
+
 @POLICIES
 def test_ctrl_c_keeps_what_was_written_and_the_reply_can_go_on(chats, monkeypatch, policy):
     chat = chats(policy)
@@ -383,6 +416,15 @@ def test_reply_that_was_cut_in_its_thought_goes_on(conversation, real_model, sou
         assert talk.messages == whole.messages
         assert talk.writer.tokens.tolist() == read_afresh(talk) == whole.writer.tokens.tolist()
         assert talk.header == whole.header
+
+
+@needs_published
+def test_message_of_a_continued_thought_is_that_of_a_whole_thought():
+    template = Template(published_templates.templates()["Qwen3.5-4B"], "", "")
+    tags, opening, text = template.tags, template.opening, "Hm.\n</think>\n\nYes."
+    whole = message_of(text, template, Splitter(tags, is_open=True), opening)
+    assert whole == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm.\n"}
+    assert message_of(opening + text, template, Splitter(tags), "") == whole
 
 
 def test_tags_after_the_answer_are_dropped_from_a_continued_reply(conversation, real_model):

@@ -393,6 +393,47 @@ def test_effort_in_the_prompt_rereads_the_chat_and_can_be_undone(talk, policy):
     assert chat.writer.tokens.tolist() == before
 
 
+@pytest.mark.parametrize("n_turn", [1, 2])
+@pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
+def test_last_turn_is_answered_again_with_another_effort(talk, policy, n_turn):
+    chat, fresh = (talk(SHOWS_EFFORT, policy, 512 if policy == "full" else 64) for _ in range(2))
+    chat.undoable = True
+    fresh.set_effort("low")
+    for i in range(n_turn):
+        for each in (chat, fresh):
+            says(each, f"Hm.</think>It is {i}.")
+            "".join(each.reply(f"And {i}?"))
+    cached, messages = chat.writer.tokens.tolist(), chat.messages
+    assert chat.remember("/think low")
+    chat.set_effort("low")
+    says(chat, "Hm, hm.</think>It is another one.")
+    assert chat.read_turn(chat.newest_turn, chat.last_turn())
+    "".join(chat.answer())
+    assert (chat.n_turn, chat.messages[:-1]) == (n_turn, fresh.messages[:-1])
+    assert chat.writer.tokens.tolist() == read_afresh(chat)
+    assert "effort low." in read(chat)
+    assert chat.undo().startswith("the turn")
+    assert chat.messages == messages[:-2]
+    assert chat.undo() == "/think low"
+    assert (chat.messages, chat.writer.tokens.tolist()) == (messages, cached)
+    # the undone turn can be replaced as before
+    assert chat.newest_turn == f"And {n_turn - 1}?"
+
+
+def test_reply_that_was_cut_goes_on_with_another_effort(talk):
+    chat = talk(SHOWS_EFFORT)
+    says(chat, "Hm.</think>It is seven.")
+    "".join(chat.reply("Name a number.", 8))
+    chat.set_effort("low")
+    begun = chat.unfinished_reply()
+    assert begun.endswith("</think>It is")
+    says(chat, " seven.")
+    assert chat.read_turn(chat.newest_turn, chat.last_turn(), begun)
+    "".join(chat.answer())
+    assert without_thought(chat.messages[-1]["content"], chat.splitter()) == "It is seven."
+    assert chat.writer.tokens.tolist() == read_afresh(chat)
+
+
 def test_unsupported_effort_is_refused_and_changes_nothing(talk):
     chat = talk(OPENED)
     chat.set_effort("off")

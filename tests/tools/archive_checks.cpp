@@ -2062,7 +2062,7 @@ static std::vector<archive_shape> shapes() {
 static std::vector<float> computed(recaller & recaller, ggml_tensor * t, int n_thread) {
     std::vector<std::thread> threads;
     for (int ith = 0; ith < n_thread; ++ith) {
-        threads.emplace_back([&, ith] { (recaller.params.n_synthetic > 0 ? make_into : recall_into)(t, ith, n_thread, &recaller.recalled[1]); });
+        threads.emplace_back([&, ith] { (recaller.params.n_synthetic > 0 ? synthesize_op : recall_op)(t, ith, n_thread, &recaller.recalled[1]); });
     }
     for (auto & thread : threads) {
         thread.join();

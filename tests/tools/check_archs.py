@@ -17,6 +17,8 @@ graph      edits that are computed as a graph, as on a device, give the same sco
            bit by bit
 exact      a text that is read in chunks, each of which attends to the archive, gives the logits of `full`, up
            to rounding. Models without exact reading are skipped
+recalled   synthetic cells for all archived tokens give the logits of `full`, up to rounding. Models without
+           synthetic cells are skipped
 saved      a restored session continues bit by bit
 drafts     steps with wrong draft tokens give the logits of steps of one token, up to rounding. Models that
            cannot drop tokens are skipped
@@ -290,6 +292,27 @@ def exact(path: Path) -> str:
     return "ok"
 
 
+def recalled(path: Path) -> str:
+    info = read(path)
+    if not info.layers.has_values:
+        return "-"
+    # beyond half of the trained context, the search limits the distances to archived tokens
+    n = min(200, info.n_ctx_train // 2)
+    fits = ("full", n), ("recall", 64, 8, ["search=all"]), ("streamingllm", 64, 8)
+    logits = []
+    for policy in (policies.fit(*fit) for fit in fits):
+        try:
+            with open_engine(path, policy, prefill="stream", archive_type="f32", **EXACT) as engine:
+                engine.read(random_tokens(n, n_vocab=engine.model.n_vocab))
+                logits.append(engine.context.logits()[-1].copy())
+        except UsageError:
+            return "-"
+    expected, actual, forgotten = logits
+    if np.abs(forgotten - expected).max() < 20 * np.abs(actual - expected).max():
+        return "FAILS (no closer than without the archive)"
+    return _same(actual, expected)
+
+
 def saved(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
@@ -344,7 +367,7 @@ def rewound(path: Path) -> str:
     return _same(logits[1], logits[0], ORDER)
 
 
-CHECKS = (full, alike, permuted, ragged, graph, exact, saved, drafts, rewound, endless)
+CHECKS = (full, alike, permuted, ragged, graph, exact, recalled, saved, drafts, rewound, endless)
 
 if __name__ == "__main__":
     main()

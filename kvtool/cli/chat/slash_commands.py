@@ -179,10 +179,9 @@ class Commands:
 
     def _undo_one(self) -> str | None:
         """Take back the last change, and return its name; None if there is none. See `Conversation.undo`."""
-        turn = self.conversation.newest_turn
-        change = self.conversation.undo()
-        typed = None if turn is None else self.terminal.typed_of.get(turn)
-        return change if typed is None else turn_label(typed)
+        if (turn := self.conversation.undo_turn()) is not None:
+            return turn_label(self.terminal.typed_of.get(turn, turn))
+        return self.conversation.undo()
 
     def _retry(self) -> None:
         self.terminal.reply_again(self._last_turn())

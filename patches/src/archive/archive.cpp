@@ -240,7 +240,7 @@ void archive::finish(const evicted_tokens & evicted, int64_t first, int n_thread
         l.set_span(first, evicted.end());
     }
 
-    move_far(evicted.next + base() - n_near);
+    move_far(evicted.rot + base() - n_near);
     if (!is_deferred) {
         seal(n_thread);
     }

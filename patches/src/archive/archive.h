@@ -58,7 +58,7 @@ struct evicted_tokens {
     int32_t n_cell;
     int64_t pos_0; // Position of the first token that leaves.
     int64_t n_max; // Maximum number of tokens in the archive. The oldest tokens beyond it are deleted.
-    int64_t next;  // Position that the cache's next token will be rotated to.
+    int64_t rot;   // Position that the cache's next token will be rotated to.
 
     int64_t end() const { return pos_0 + n_cell; }
 
@@ -317,6 +317,15 @@ public:
     // clusters of a row's keys; they exist only if archive_params::n_exact > 0
     const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
 
+    // Rotations between a stored key and a query, as numbers of positions. A key in the archive is rotated as it was in
+    // the cache, by its position minus the base of its run. A query is rotated to position `rot`.
+    //
+    // function         rotates   to
+    // rotation_to      a key     the position at which its block is clustered
+    // query_rotation   a query   the position with the right distances to the keys of a clustered block
+    // far_rotation     a query   n_near, for far keys, which are at position 0
+    // rotation_back    a key     the position with the right distance to the query
+
     // number of positions by which the key of token i is rotated before its block is clustered
     int64_t rotation_to(const key_origin & origin, int64_t i) const { return base_of(i) - (origin.is_far ? i : origin.base); }
 
@@ -335,7 +344,8 @@ public:
     int64_t rotation_back(int64_t i, bool is_far, int64_t rot) const { return base_of(i) - (is_far ? i + far_rotation(rot) : base()); }
 
     // First token that is at most n_near positions before position `rot`. Until gaps between positions are closed for the
-    // first time, all positions are within the context, and the archive's first token is returned
+    // first time, all positions are within the context, and the archive's first token is returned. Only staging uses
+    // this: it then attends at true distances, while a search limits distances to n_near (see far_end)
     int64_t near_begin(int64_t rot) const { return base() == 0 ? begin() : base() + rot - n_near; }
 
     // positions must be below this limit, so that computations with them do not overflow

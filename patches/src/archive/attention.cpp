@@ -58,6 +58,8 @@ static constexpr int n_parts = 16;
 
 // number of tokens in a batch
 static constexpr int n_batch = 64;
+static_assert(n_batch % 16 == 0, "the functions of softmax.h round up to 16 numbers");
+static_assert(rotations::n_small >= store::n_block, "multiply_rotated_rows rotates by less than a block");
 
 // number of token ranges to prefetch
 static constexpr size_t n_ahead = 1;
@@ -119,6 +121,7 @@ void attention::add_center(int head, const token_range & range, int64_t begin, i
     float products[n_few_columns*n_batch];
 
     const float * rotations = rope.pair_rotations() + (order ? 0 : begin % l.n_block*size);
+    // all far keys are at position 0: with a stride of 0, each of them reads the same rotation
     multiply_rows(GGML_TYPE_F32, (const uint8_t *) rotations, range.is_far ? 0 : size*sizeof(float), n, size, pairs.data(), n_query, products, n_batch, order);
     for (int q = 0; q < n_query; ++q) {
         for (int j = 0; j < n; ++j) {
@@ -156,7 +159,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         }
         return;
     }
-    if (is_few && has_one_base && range.sealed && rope.is_plain() && can_rotate(l.type_k, d)) {
+    if (is_few && has_one_base && range.sealed && rope.rotates_everything() && can_rotate(l.type_k, d)) {
         // The key at position i must be rotated by base - i positions. With the block's last position `last`, this is
         // (base - last) + (last - i). The first term is the same for all keys, so the queries are rotated instead, by
         // last - base. multiply_rotated_rows rotates each key by the second term, which is less than a block

@@ -11,9 +11,11 @@
 
 namespace kvtool {
 
-// copies the keys and values of chosen archived tokens to the result of recall_into, in the cache's format
+// copies the keys and values of chosen archived tokens to the result of recall_op, in the cache's format
 template <typename T>
 struct gathering {
+    static constexpr int n_tile = 16; // number of values that are transposed together
+
     const archive        & tokens;
     const size_t           layer;
     const archived_layer & l;
@@ -27,7 +29,7 @@ struct gathering {
 
     std::vector<float> key    = {};
     std::vector<float> value  = {};
-    std::vector<T>     values = {}; // values of up to n_pack tokens, which are transposed together
+    std::vector<T>     values = {}; // [n_tile][n_embd_v]
 
     static void convert(ggml_type type, const uint8_t * x, ggml_fp16_t * y, int64_t n) { to_half(type, x, y, n); }
     static void convert(ggml_type type, const uint8_t * x, float       * y, int64_t n) { to_float(type, x, y, n); }
@@ -56,9 +58,9 @@ struct gathering {
         }
 
         value .resize(l.n_embd_v);
-        values.resize(n_pack*l.n_embd_v);
+        values.resize(n_tile*l.n_embd_v);
         for (int i = 0; i < k; ++i) {
-            T * dst = v_trans ? values.data() + i % n_pack*l.n_embd_v : dst_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
+            T * dst = v_trans ? values.data() + i % n_tile*l.n_embd_v : dst_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
             if (i < n && l.n_map_v == 0) {
                 convert(l.type_v, l.raw_value(head, attended[i].slot), dst, l.n_embd_v);
             } else if (i < n) {
@@ -67,11 +69,11 @@ struct gathering {
             } else {
                 std::fill_n(dst, l.n_embd_v, T {});
             }
-            if (v_trans && l.n_embd_v > 0 && (i % n_pack == n_pack - 1 || i == k - 1)) {
-                const int first = i - i % n_pack;
+            if (v_trans && l.n_embd_v > 0 && (i % n_tile == n_tile - 1 || i == k - 1)) {
+                const int first = i - i % n_tile;
                 for (int64_t e = 0; e < l.n_embd_v; ++e) {
                     for (int j = first; j <= i; ++j) {
-                        dst_v[(head*l.n_embd_v + e)*k + j] = values[j % n_pack*l.n_embd_v + e];
+                        dst_v[(head*l.n_embd_v + e)*k + j] = values[j % n_tile*l.n_embd_v + e];
                     }
                 }
             }
@@ -231,7 +233,7 @@ static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
-void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
+void recall_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     if (dst->type == GGML_TYPE_F16) {
         recall<ggml_fp16_t>(dst, ith, nth, userdata);
     } else {
@@ -302,7 +304,7 @@ static void make(ggml_tensor * dst, query_tokens batch, recalled_layer & layer, 
     }
 }
 
-void make_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
+void synthesize_op(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto & layer = *(recalled_layer *) userdata;
 
     const int n_tokens = dst->src[0]->ne[2];
@@ -340,9 +342,9 @@ void recaller::trace(int32_t n) {
 void recaller::push(const gatherer & gather, const evicted_tokens & evicted, int n_thread, kvtool::staging * staging) {
     // Maximum number of cells that are copied to the host at once. A device first collects the copies of all its layers
     // in its memory
-    static constexpr int32_t n_max = 128;
+    static constexpr int32_t n_copied_at_once = 128;
 
-    if (evicted.n_cell <= n_max) {
+    if (evicted.n_cell <= n_copied_at_once) {
         // storing few tokens takes less time than starting threads
         n_thread = 1;
     }
@@ -356,9 +358,9 @@ void recaller::push(const gatherer & gather, const evicted_tokens & evicted, int
     tokens.reserve(evicted);
     const int64_t first = tokens.start(evicted);
     // skip tokens that the archive would delete immediately, because it keeps only the newest n_max tokens
-    for (int32_t c = std::max<int64_t>(0, first - evicted.pos_0); c < evicted.n_cell; c += n_max) {
+    for (int32_t c = std::max<int64_t>(0, first - evicted.pos_0); c < evicted.n_cell; c += n_copied_at_once) {
         const auto keep = [&](size_t i, gathered && cells) { contents[i] = std::move(cells); };
-        if (!gather(evicted.cells + c, std::min(n_max, evicted.n_cell - c), keep)) {
+        if (!gather(evicted.cells + c, std::min(n_copied_at_once, evicted.n_cell - c), keep)) {
             throw std::runtime_error("a device failed to give its cells");
         }
         parallel_for(n_thread, contents.size(), [&](int i) { tokens.put(i, evicted.pos_0 + c, contents[i]); });
@@ -380,7 +382,7 @@ ggml_tensor * recaller::build(
 
     const bool is_synthetic = params.n_synthetic > 0;
 
-    return ggml_custom_4d(ctx, type, n, 1, 1, 1, args, n_traced > 0 ? 4 : 2, is_synthetic ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
+    return ggml_custom_4d(ctx, type, n, 1, 1, 1, args, n_traced > 0 ? 4 : 2, is_synthetic ? synthesize_op : recall_op, GGML_N_TASKS_MAX, &recalled[i]);
 }
 
 } // namespace kvtool

@@ -35,11 +35,11 @@ struct recalled_layer {
 // - the position that the first query is rotated to
 // - each query's highest product with a live cell, [n_head_q][n_tokens]
 // - the probability of that cell, [n_head_q][n_tokens]
-void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
+void recall_op(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// Custom ggml operation that computes n_synthetic synthetic cells per token. userdata and dst: see recall_into. src: the
+// Custom ggml operation that computes n_synthetic synthetic cells per token. userdata and dst: see recall_op. src: the
 // same four tensors, or only the first two if no tokens are traced
-void make_into(ggml_tensor * dst, int ith, int nth, void * userdata);
+void synthesize_op(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 class recaller {
 public:
@@ -57,7 +57,7 @@ public:
 
     void clear();
 
-    // Build the operation for layer i: recall_into or make_into. k: the layer's cached keys. n: number of elements of
+    // Build the operation for layer i: recall_op or synthesize_op. k: the layer's cached keys. n: number of elements of
     // the result. The operation must run on the host's CPU
     ggml_tensor * build(
             ggml_context * ctx, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n, const logit_params & logits);

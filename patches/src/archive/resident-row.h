@@ -35,7 +35,7 @@ struct resident_row {
 
     // n_cluster consecutive clusters of row_clusters. They have consecutive cells. A page is a set if its group is
     // ordered set by set, otherwise a block. Pages are numbered like blocks: page n_grouped*g + i is set i or block i
-    // of group g
+    // of group g. With n_grouped = 16, for example, group 2 has the pages 32 to 47
     struct page {
         int64_t    number = -1; // -1 if the cells are free
         bool       is_set = false;

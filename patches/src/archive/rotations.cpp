@@ -205,14 +205,15 @@ void rotations::rotate(float * x, int64_t delta, const std::vector<float> & afte
         return;
     }
 
-    const int64_t row = (delta >> 8) - tables->first_large;
+    const int64_t i_small = delta & (n_small - 1);
+    const int64_t row     = (delta - i_small)/n_small - tables->first_large;
 
     std::vector<float> computed;
 
-    const float * a = tables->small.data() + (delta & (n_small - 1))*4*n_pair;
+    const float * a = tables->small.data() + i_small*4*n_pair;
     const float * b = tables->large.data() + row*4*n_pair;
     if (row < 0 || row*4*n_pair >= (int64_t) tables->large.size()) {
-        add_row(computed, delta - (delta & (n_small - 1)));
+        add_row(computed, delta - i_small);
         b = computed.data();
     }
 

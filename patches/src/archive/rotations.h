@@ -46,7 +46,7 @@ public:
     void rotate_query(float * query, int64_t delta) const { rotate(query, delta, unscale, scale); }
 
     // True if all elements are rotated and none is scaled. Keys can then be rotated while they are multiplied
-    bool is_plain() const { return n_rotated() == n_embd && n_map == 0 && scale.empty(); }
+    bool rotates_everything() const { return n_rotated() == n_embd && n_map == 0 && scale.empty(); }
     bool are_halves() const { return is_neox; }
 
     // Table of the rotations by 0 .. n_small - 1 positions. The row of a rotation has a cosine for each element, and

@@ -398,7 +398,8 @@ void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n
         case GGML_TYPE_Q5_0: return multiply_code_columns<q5_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
         case GGML_TYPE_Q4_0: return multiply_code_columns<q4_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
         case GGML_TYPE_IQ4_NL: return multiply_code_columns<iq4_nl>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
-        default:             return multiply_code_columns<q4_1>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
+        case GGML_TYPE_Q4_1: return multiply_code_columns<q4_1>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
+        default:             GGML_ABORT("type %d is not in can_multiply_bytes", type);
     }
 #else
     (void) type, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) first_x, (void) n_x, (void) out, (void) os;

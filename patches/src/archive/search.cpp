@@ -231,7 +231,7 @@ void search::estimate_others(const std::vector<softmax_part> & parts, float * es
     for (int i = 0; i < n; ++i) {
         to_float(type, added_values[i].row, values.data() + i*n_value, l.n_embd_v);
         for (int q = 0; q < n_query; ++q) {
-            exps[q*n + i] = added_values[i].w[q*item_stride]*factors[q];
+            exps[(size_t) q*n + i] = added_values[i].w[(size_t) q*item_stride]*factors[q];
         }
     }
     multiply_add(estimate + 2, stride, exps.data(), n, 1, values.data(), n_value, n_query, n, n_value);

@@ -82,8 +82,9 @@ struct search_memory {
 
     // Arrays over the items: the clusters and sets of all runs, one run after the other. mean_logits and spread_logits
     // have a list of items for each query: the entries of query q begin at q*item_stride. An entry is first a logit,
-    // later an exponential. mean_logits has the logits of the mean keys. spread_logits has the same logits plus a term
-    // that grows with the spread of the keys
+    // later an exponential; for few queries, an entry of mean_logits is at last the weight of the item's mean value.
+    // mean_logits has the logits of the mean keys. spread_logits has the same logits plus a term that grows with the
+    // spread of the keys
     std::vector<float>   mean_logits;
     std::vector<float>   spread_logits;
     std::vector<float>   size_logs;
@@ -106,7 +107,14 @@ struct search_memory {
     std::vector<float> variances; // variance of a rotated query's logits over keys with the spread 1: [rotation][query]
 };
 
-// one thread's search in one layer, for the queries of a step
+// One thread's search in one layer, for the queries of a step.
+//
+// `find` runs on ggml's threads, one row per thread, within the operation of recaller.cpp. `rank` runs on the threads
+// of resident_cells, between steps. The memory of a thread's search is used again by its next search.
+// searched_row::exact points to the archive's means and to its clustered blocks. These pointers are valid until clusters
+// are computed again, which no step does while it runs.
+// n_pack divides the index of a run's first item and the number of its items. So the number of items and item_stride
+// are multiples of 16, on which the functions of softmax.h rely.
 class search : used_again<search_memory> {
 public:
     // rot: position that the first query is rotated to. n_exact: number of clustered tokens that are attended to
@@ -114,9 +122,9 @@ public:
     search(const archive & tokens, size_t i_layer, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
 
     // Choose the tokens that a row attends to exactly. queries: [n_query][n_embd_k]. The remaining clusters are added
-    // up as if each of their tokens had the mean key and the mean value. The result of each query is written to
+    // up as if each of their tokens had the mean key and the mean value. The result of each query is added to
     // `estimate + query*stride`: the maximum logit, the sum of the exponentials relative to this maximum, and the sum
-    // of the values weighted by these exponentials
+    // of the values weighted by these exponentials. The caller sets them to -INFINITY, 0, 0, ... before
     void find(int head, const float * queries, searched_row & searched, float * estimate, int64_t stride);
 
     // Estimate the attention to a row's clusters with their mean keys and spreads. In a long archive, only the clusters

@@ -12,12 +12,12 @@ struct softmax_part {
 
 // Set e[i] to e^(scale*x[i] - max) for i < n. `max` is the maximum of the logits scale*x[i]. Returns `max` and the sum
 // of e[i]. `scale` must be positive. Both arrays need room for a multiple of 16 numbers; x is overwritten from x[n]
-// on
+// on. e may be x
 softmax_part exponentials(float * x, int n, float scale, float * e);
 
 // Set e[i] to e^(x[i] - max) - e^(lower[i] - max) for i < n, where max is the maximum of x[i], and lower[i] <= x[i].
 // Returns max and the sum of e^(x[i] - max). All arrays need room for a multiple of 16 numbers; x and lower are
-// overwritten from n on
+// overwritten from n on. e may be x or lower
 softmax_part exponential_differences(float * x, float * lower, int n, float * e);
 
 // Replace x[n][n_column] by e^(scale*x - max), column by column; n_column is a multiple of 8, and scale > 0. Each

@@ -137,6 +137,7 @@ staging::staging(archive & tokens, const std::vector<layer> & layers, bool v_tra
 
         auto & d = devices[ggml_backend_buffer_get_type(layers[i].k->buffer)];
 
+        // layers are computed in order, so consecutive layers use different buffers
         ggml_tensor * bytes = d.bytes[i % 2];
 
         staged_layer s;
@@ -199,8 +200,8 @@ int64_t staging::bytes() const {
 void staging::begin(const std::vector<mark> & marks, int64_t n_live, int64_t rot) {
     // wait for copies that a failed step may have started
     copiers.wait(arriving);
-    copiers.wait(fetching);
     sealers.wait(sealing);
+    forget_cells();
     failed.clear();
 
     this->marks  = marks;
@@ -210,9 +211,6 @@ void staging::begin(const std::vector<mark> & marks, int64_t n_live, int64_t rot
 
     is_half_reached = false;
 
-    for (auto & s : staged) {
-        s.is_fetched = false;
-    }
     if (!marks.empty()) {
         copy(marks[0].layer);
     }
@@ -223,8 +221,11 @@ bool staging::reach(ggml_tensor * node, bool ask, void * userdata) {
 
     const staging::mark * mark = self.n_reached < self.marks.size() ? &self.marks[self.n_reached] : nullptr;
     const bool is_mark = mark && (node == mark->keys || node == mark->values);
-    if (ask || !is_mark) {
-        return is_mark || !ask;
+    if (ask) {
+        return is_mark; // true: ggml stops after this node
+    }
+    if (!is_mark) {
+        return true; // ggml stopped at the end of a split: it goes on
     }
 
     const size_t layer = mark->layer;
@@ -430,6 +431,14 @@ void staging::store(size_t layer, int64_t begin, int64_t end) {
 
         const uint8_t * k = s.cells_k.data() + cell*l.k->nb[1];
         tokens.put(layer, i, l.k->type, k, l.v ? l.v->type : l.k->type, l.v ? s.cells_v.data() + cell*l.v->nb[1] : nullptr);
+    }
+}
+
+void staging::forget_cells() {
+    // a failed copy is repeated by the next `push`
+    copiers.wait(fetching);
+    for (auto & s : staged) {
+        s.is_fetched = false;
     }
 }
 

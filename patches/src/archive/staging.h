@@ -5,6 +5,10 @@
 // archived tokens to the second buffer. They also copy the cells of earlier layers to the host, where other threads
 // cluster archived tokens. The device therefore waits only for the copy of the first layer.
 //
+// A device needs flash attention or products with keys in the archive's format, writes of rows (set_rows) in this
+// format, queues for copies in addition to the scheduler's, and tensors with other bytes between their rows; without the
+// last, see device::is_split. Pinned memory and events only save time.
+//
 // Most tokens are copied as they are archived. The threads convert tokens whose format devices cannot read, and tokens
 // whose keys have to be rotated to another position because gaps between positions were closed.
 
@@ -70,6 +74,9 @@ public:
 
     // Reason why a copy of the step failed, or an empty string. ggml reports success, but the step's results are wrong.
     const std::string & failure() const { return failed; }
+
+    // Wait for copies of cells to the host, and drop these copies. Call this before cells change.
+    void forget_cells();
 
     // Archive cells of all layers, like recaller::push. But a layer's keys and values are stored only when that layer
     // is next copied to the device. Returns false if `can_store` is false; the caller must then store them.
@@ -163,6 +170,7 @@ private:
     // cells that were pushed last
     std::vector<int32_t> cells;
     int64_t              cells_pos = 0; // position of the token in the first of these cells
+    // until is_stored is true, only cells_k and cells_v have these tokens, although the archive already counts them
 
     std::atomic<int64_t> next_block { 0 }; // next block of the layer to copy
 

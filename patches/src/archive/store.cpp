@@ -245,10 +245,12 @@ void store::trim() {
     if (has_file()) {
         return;
     }
-    for (uint8_t * slab : spares) {
+    while (!spares.empty()) {
+        // remove it first: if give_back throws, the slab must not be in two lists
+        uint8_t * slab = spares.back();
+        spares.pop_back();
         maps->give_back(slab);
     }
-    spares.clear();
 }
 
 void store::clear() {

@@ -11,6 +11,15 @@
 
 using namespace kvtool;
 
+void llama_kvtool::forget_copies() const {
+    if (staging) {
+        staging->forget_cells();
+    }
+    if (resident) {
+        resident->forget_live();
+    }
+}
+
 int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t * out, const uint8_t * in, int n) const {
     const size_t size_k = l.k->nb[1]*n;
     const size_t size_v = l.v ? l.v->nb[1]*n : 0;
@@ -19,8 +28,8 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
         return size_k + size_v;
     }
     lctx.synchronize();
-    if (in && resident) {
-        resident->forget_live();
+    if (in) {
+        forget_copies();
     }
 
     if (out) {

@@ -182,6 +182,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
         return fail("the device failed to compute the signals");
     }
     kvtool.recent.collect(lctx);
+    kvtool.forget_copies();
 
     const auto edits = split_by_layer(kvtool, edit);
 
@@ -207,9 +208,6 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     edit_host(kvtool, edits, k_on_host, on_host);
 
     kvtool.positions.move(layers, edit);
-    if (kvtool.resident) {
-        kvtool.resident->forget_live();
-    }
     kvtool.n_live       = edit.n_keep;
     kvtool.n_removable = 0;
     kvtool.n_hidden    = edit.n_hidden;

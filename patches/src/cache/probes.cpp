@@ -125,7 +125,7 @@ static void store_queries(
     ggml_build_forward_expand(graph.gf, dst.build(graph.ctx0, il, q, slots, scale, sinks));
 }
 
-void llama_kvtool_build(
+void llama_kvtool_add_signals(
         const llm_graph_context & graph,
         ggml_tensor * q,
         ggml_tensor * k,

@@ -277,7 +277,7 @@ ggml_tensor * llama_kvtool_ragged(
 
     q = llama_kvtool_scale(graph, q, k);
 
-    llama_kvtool_build(graph, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3), nullptr,
+    llama_kvtool_add_signals(graph, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3), nullptr,
             llama_kvtool_mask(graph, live_mask, il), sinks, scale, il);
 
     ggml_tensor * mask = ragged_mask(graph, l, &l - kvtool->layers.data());

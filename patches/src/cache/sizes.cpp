@@ -44,6 +44,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell, int n
         return fail("the device failed to compute the signals");
     }
 
+    forget_copies();
+
     const int64_t old_bytes = n_bytes();
 
     const auto old_cells = layer_cells();

@@ -30,7 +30,8 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
-// the same as with_archive, but waits first until background work on the archive has ended
+// The same as with_archive, but waits first until background work on the archive has ended. For calls that read or
+// change archived tokens, clusters or cells; with_archive is for settings, which only the calling thread changes
 static llama_kvtool * with_settled_archive(llama_context * ctx) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool || !kvtool->staging) {

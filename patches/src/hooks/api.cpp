@@ -130,7 +130,7 @@ int32_t llama_kvtool_resize(llama_context * ctx, const int32_t * n_cell, int32_t
     return guarded([&] {
         std::vector<int32_t> n_cells(n_cell, n_cell + n_layer);
         for (int32_t & n : n_cells) {
-            n += kvtool->n_resident;
+            n = std::min<int64_t>((int64_t) n + kvtool->n_resident, INT32_MAX);
         }
         return kvtool->resize(*ctx, n_cells.data());
     });

@@ -1,4 +1,7 @@
-// Functions that hooks.patch calls from llama.cpp's own files.
+// Functions that hooks.patch calls from llama.cpp's own files. They are defined in
+// - cache/ragged.cpp: llama_kvtool_store, _mask, _ragged, _dense, _prepare
+// - cache/probes.cpp: llama_kvtool_scale, _add_signals, _extract, _n_nodes
+// - join.cpp: _attend; recall.cpp: _recall; resident.cpp: _resident; staged.cpp: _staged, _computed
 
 #pragma once
 
@@ -97,13 +100,13 @@ ggml_tensor * llama_kvtool_ragged(
 // Compute a layer's attention in place of llama.cpp; null if llama.cpp should compute it. In a joint step, each
 // context's tokens attend to the cells of that context, and the results are concatenated. In other steps, the result
 // comes from llama_kvtool_staged, llama_kvtool_resident or llama_kvtool_ragged
-ggml_tensor * llama_kvtool_join(
+ggml_tensor * llama_kvtool_attend(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
-ggml_tensor * llama_kvtool_join(
+ggml_tensor * llama_kvtool_attend(
         const llm_graph_context & graph, llm_graph_input_attn_k * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
-ggml_tensor * llama_kvtool_join(
+ggml_tensor * llama_kvtool_attend(
         const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
@@ -116,7 +119,7 @@ ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * 
 bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // add one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
-void llama_kvtool_build(
+void llama_kvtool_add_signals(
         const llm_graph_context & graph,
         ggml_tensor * q,
         ggml_tensor * k,

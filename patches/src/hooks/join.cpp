@@ -137,19 +137,19 @@ static ggml_tensor * join(
 
 using namespace kvtool;
 
-ggml_tensor * llama_kvtool_join(
+ggml_tensor * llama_kvtool_attend(
         const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
     return join(graph, inp, q, k, v, kq_b, sinks, v_mla, kq_scale, il);
 }
 
-ggml_tensor * llama_kvtool_join(
+ggml_tensor * llama_kvtool_attend(
         const llm_graph_context & graph, llm_graph_input_attn_k * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
     return join(graph, inp, q, k, v, kq_b, sinks, v_mla, kq_scale, il);
 }
 
-ggml_tensor * llama_kvtool_join(
+ggml_tensor * llama_kvtool_attend(
         const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
     return join(graph, inp, q, k, v, kq_b, sinks, v_mla, kq_scale, il);

@@ -76,7 +76,8 @@ struct llama_kvtool_params {
     // with both signals and an archive
     int32_t n_defer;
 
-    // number of cells at the end of each row that every step fills from the archive; 0: there is no archive
+    // Number of cells at the end of each row that every step fills from the archive: with synthetic cells, or with
+    // archived tokens. 0: there is no archive
     int32_t n_recall;
     // Number of synthetic cells per token of a step: one for each query head of a row. Attention to these cells equals
     // attention to the whole archive. If this is 0, the n_recall archived tokens with the most attention return to

@@ -51,7 +51,13 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
 // how the model's attention converts products to logits
 static logit_params logits_of(const llm_graph_context & graph, float scale) {
     const auto & hparams = graph.hparams;
-    return { scale, hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK ? hparams.f_attn_logit_softcapping : 0.0f };
+    const bool is_grok = graph.arch == LLM_ARCH_GROK;
+    if (!is_grok && !hparams.attn_soft_cap) {
+        return { scale, 0.0f };
+    }
+    // llama.cpp scales before the cap by f_attn_out_scale (Grok) or in the model's graph, and after the cap by `scale`
+    GGML_ASSERT(scale == 1.0f);
+    return { is_grok ? hparams.f_attn_out_scale : 1.0f, hparams.f_attn_logit_softcapping };
 }
 
 // input I64 [n]: the cells first, first + 1, ...

@@ -152,8 +152,7 @@ float llama_kvtool::missed(llama_context & lctx) {
     }
     lctx.synchronize();
     const auto & hparams = lctx.model.hparams;
-    const bool has_cap = hparams.attn_soft_cap || lctx.model.arch == LLM_ARCH_GROK;
-    return resident->choose(n_live, has_cap ? hparams.f_attn_logit_softcapping : 0.0f);
+    return resident->choose(n_live, hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f);
 }
 
 void llama_kvtool::drop_residents() {

@@ -45,6 +45,9 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
         return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
     }
+    if (params.n_recall > 0 && params.logn) {
+        return "attention to an archive is not scaled by log n: logn must be false where n_recall is above 0";
+    }
     if (params.n_exact < 0) {
         return format("n_exact must be 0 or more, got %d", params.n_exact);
     }
@@ -73,7 +76,7 @@ std::string llama_kvtool::no_archive(const llama_hparams & hparams) const {
         if (l && !l->v) {
             return "values are a part of the keys (MLA), so no cells can be made: n_synthetic must be 0";
         }
-        if (l && params.n_synthetic*l->n_head < (int) hparams.n_head(il)) {
+        if (l && (int64_t) params.n_synthetic*l->n_head < (int64_t) hparams.n_head(il)) {
             return format("n_synthetic must be %d or more, got %d", (int) hparams.n_head(il)/l->n_head, params.n_synthetic);
         }
     }
@@ -379,8 +382,8 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
         recent.decoded(is_watching ? n_tokens : 0);
     }
     queries.decoded(is_watching ? n_tokens : 0);
-    if (graph.is_resident) {
-        resident->n_stored = n_tokens;
+    if (resident) {
+        resident->n_stored = graph.is_resident ? n_tokens : 0;
     }
 
     if (params.ragged) {

@@ -200,6 +200,10 @@ struct llama_kvtool {
     // copies of cells and of the fixed state
     //
 
+    // Drop all copies of cells outside of the cache: on the host, for staging, and on devices, for residents. To be
+    // called before cells change
+    void forget_copies() const;
+
     // Copy a layer's first n cells to `out`, or from `in`: all keys cell by cell, then all values cell by cell. If both
     // are null, copy nothing. Returns the number of bytes
     int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
