@@ -26,7 +26,10 @@ If a repository has no file of either quantization, its first model file is used
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
-_REFERENCE = re.compile(rf"(hf:)?({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]+))?(?::([^:]+))?")
+# as in Git, no part of a revision is empty or begins with a dot, so the revision stays in its folder
+_PART = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
+
+_REFERENCE = re.compile(rf"(hf:)?({_NAME}/{_NAME})(?:@({_PART}(?:/{_PART})*))?(?::([^:]+))?")
 
 _QUANT = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q[0-9]+(?:_[A-Z0-9]+)*|TQ[0-9]_[0-9]|MXFP4(?:_MOE)?|BF16|FP?16|FP?32))(?=[-./]|$)",
@@ -71,7 +74,7 @@ def parse(text: str) -> Reference | None:
     if match and (match[1] or match[4]):
         return Reference(match[2], match[3], match[4] or "")
     if text.startswith("hf:"):
-        raise ModelError(f"a repository is hf:OWNER/REPO or hf:OWNER/REPO:QUANT, got {text!r}")
+        raise ModelError(f"a repository is hf:OWNER/REPO[@REVISION][:QUANT], got {text!r}")
     return None
 
 

@@ -64,6 +64,9 @@ def remove(name: str) -> tuple[Stored, int]:
     caches are not deleted. Files that another model also uses are kept.
     """
     model = _find(name)
+    # check all files before the first is deleted
+    if outside := [path for path in model.files if not _is_in(path, models_dir(), hub.cache_folder())]:
+        raise ModelError(f"{outside[0]} is not in a cache, and kvtool deletes nothing else; delete it yourself")
     n_bytes = 0
     try:
         for path in model.files:
@@ -167,15 +170,19 @@ def _in_hub(reference: hub.Reference) -> Stored | None:
 
 def _incomplete(reference: hub.Reference) -> tuple[Path, ...]:
     """Return the remains of interrupted downloads in a repository's folder."""
-    # earlier versions of kvtool wrote files that end in .part
-    blobs = sorted((reference.folder / "blobs").glob("*"))
-    return tuple(path for path in blobs if path.name.endswith((".part", ".part.json", ".incomplete")))
+    return tuple(sorted((reference.folder / "blobs").glob("*.incomplete")))
+
+
+def _is_in(path: Path, *folders: Path) -> bool:
+    """Return True if a path, with its `..` resolved, is in one of the folders. Links are not followed."""
+    return any(Path(os.path.abspath(folder)) in Path(os.path.abspath(path)).parents for folder in folders)
 
 
 def _unlink(path: Path) -> int:
     """Delete a file. Return the number of bytes freed.
 
-    If the file is a link, also delete its target, unless another link has the same target.
+    If the file is a link in huggingface_hub's cache to a file in this cache, also delete this file, unless
+    another link has the same target. The user made all other links: their targets stay.
     """
     if not path.is_symlink():
         n_bytes = path.stat().st_size
@@ -183,6 +190,8 @@ def _unlink(path: Path) -> int:
         return n_bytes
     target = _target(path)
     path.unlink()
+    if not (_is_in(path, hub.cache_folder()) and _is_in(target, hub.cache_folder())):
+        return 0
     # In huggingface_hub's cache, a file of a model is a link to a blob. The blob itself may be a link to a
     # blob that several repositories share
     links = (link for link in hub.cache_folder().glob("models--*/**/*") if link.is_symlink())

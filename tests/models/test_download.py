@@ -253,7 +253,9 @@ def test_repository_references_are_parsed_or_refused():
     assert str(hub.parse("o/r@refs/pr/1:Q4_0")) == "hf:o/r@refs/pr/1:Q4_0"
     for text in ("o/r", "o/r.gguf", "./a:b", "/o/r:Q4", "o/r/f:Q4", "name"):
         assert hub.parse(text) is None
-    for text in ("hf:", "hf:o", "hf:o/r/f", "hf:../r", "hf:o/r:"):
+    # a revision must not lead out of the repository's folder
+    outside = [f"hf:o/r@{each}:Q4" for each in ("/tmp", "..", ".", "a/../../b", "../a", "a/..", "a//b")]
+    for text in ("hf:", "hf:o", "hf:o/r/f", "hf:../r", "hf:o/r:", *outside):
         with pytest.raises(ModelError, match="a repository is hf:OWNER/REPO"):
             hub.parse(text)
 
@@ -564,3 +566,38 @@ def test_rm_deletes_nothing_outside_of_the_caches(tmp_path, model):
     with pytest.raises(ModelError, match="unknown model 'nope'"):
         stored.remove("nope")
     assert path.exists()
+
+
+@pytest.mark.parametrize("place", ["/", "../../../"])
+def test_rm_follows_no_revision_out_of_the_cache(tmp_path, site, model, place, monkeypatch):
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    resolve("hf:o/r")
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "m.gguf").write_bytes(model)
+    folder = f"{mine}" if place == "/" else f"{place}mine"
+    with pytest.raises(ModelError, match="a repository is hf:OWNER/REPO"):
+        stored.remove(f"hf:o/r@{folder}:m.gguf")
+    # nor would `remove` delete the file if the reference were accepted
+    monkeypatch.setattr(hub, "parse", lambda text: hub.Reference("o/r", folder, "m.gguf"))
+    with pytest.raises(ModelError, match=r"m\.gguf is not in a cache, and kvtool deletes nothing else"):
+        stored.remove("hf:o/r@x")
+    assert (mine / "m.gguf").read_bytes() == model
+
+
+def test_rm_keeps_the_target_of_a_link_that_the_user_made(tmp_path, site, model, monkeypatch):
+    (mine := tmp_path / "mine.gguf").write_bytes(model)
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    in_hub = resolve("hf:o/r")
+    monkeypatch.setattr(stored, "registry", lambda: {"tiny": entry_of()})
+    (link := entry_of().path).parent.mkdir(parents=True)
+    for target in (mine, in_hub):
+        link.symlink_to(target)
+        assert stored.remove("tiny")[1] == 0
+        assert not link.is_symlink()
+        assert target.read_bytes() == model
+    # the user has replaced a file of a repository by a link
+    in_hub.unlink()
+    in_hub.symlink_to(mine)
+    assert stored.remove("hf:o/r")[1] == 0
+    assert not in_hub.is_symlink()
+    assert mine.read_bytes() == model
