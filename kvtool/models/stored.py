@@ -11,6 +11,7 @@ from kvtool.errors import ModelError
 from kvtool.models import hub, web
 from kvtool.models.catalogue import Entry, models_dir, registry, unknown
 from kvtool.models.split import part_names
+from kvtool.system.paths import expanded
 from kvtool.system.texts import exists
 
 
@@ -66,7 +67,7 @@ def remove(name: str) -> tuple[Stored, int]:
     model = _find(name)
     # check all files before the first is deleted
     if outside := [path for path in model.files if not _is_in(path, models_dir(), hub.cache_folder())]:
-        raise ModelError(f"{outside[0]} is not in a cache, and kvtool deletes nothing else; delete it yourself")
+        raise _not_ours(outside[0])
     n_bytes = 0
     try:
         for path in model.files:
@@ -86,11 +87,11 @@ def _find(name: str) -> Stored:
         folder = web.folder_of(name)
         model = next((stored for stored in _of_urls() if stored.files[0].parent == folder), None)
     elif exists(name):
-        path = Path(name).expanduser().absolute()
+        path = expanded(name).absolute()
         ours = map(of_entry, entries.values())
         model = next((stored for stored in (*ours, *downloads()) if stored and path in stored.files), None)
         if not model:
-            raise ModelError(f"{name} is not in a cache, and kvtool deletes nothing else; delete it yourself")
+            raise _not_ours(name)
     elif reference := hub.parse(name):
         model = _in_hub(reference)
     else:
@@ -98,6 +99,10 @@ def _find(name: str) -> Stored:
     if not model:
         raise ModelError(f"{name} is not downloaded; see `kvtool models list`")
     return model
+
+
+def _not_ours(path: object) -> ModelError:
+    return ModelError(f"{path} is not in a cache, and kvtool deletes nothing else; delete it yourself")
 
 
 def _of_urls() -> Iterator[Stored]:
