@@ -675,6 +675,9 @@ def test_parse_bytes_reads_decimal_and_binary_units_and_refuses_the_rest():
 def test_format_bytes():
     texts = ["0 B", "1023 B", "1.0 KiB", "93.8 MiB", "3.0 GiB", "10.0 TiB"]
     assert list(map(format_bytes, (0, 1023, 1024, 98362432, 3 * 2**30, 5 * 2**41))) == texts
+    for n_bytes, text in ((1023, "1023 B"), (1024, "1.0 KiB"), (1025, "1.1 KiB"), (2**20 - 1, "1024.0 KiB")):
+        assert format_bytes(n_bytes, round_up=True) == text
+        assert parse_bytes(text) >= n_bytes
 
 
 # the command line
