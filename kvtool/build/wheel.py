@@ -13,7 +13,7 @@ from pathlib import Path
 from kvtool.build import given, needs, pack, process
 from kvtool.build.flags import FLAGS, PORTABLE, remember
 from kvtool.build.sources import Upstream, archive, patch_digest
-from kvtool.system.cpu import cpu_features
+from kvtool.system.cpu import cpu_features, n_cpu
 from kvtool.system.memory import total_bytes
 from kvtool.system.paths import cache_dir
 
@@ -158,6 +158,5 @@ def _place(key: str) -> Path:
 
 
 def _n_job() -> int:
-    n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # allow 1.5 GB of memory for each job, because the largest files need more than 1 GB to compile
-    return max(1, min(n_cpu, total_bytes() // 1_500_000_000))
+    return max(1, min(n_cpu(), total_bytes() // 1_500_000_000))
