@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.errors import ModelError
+from kvtool.models.catalogue import models_dir
 from kvtool.models.fetch import OFFLINE, Progress, full_disk, storing
 from kvtool.models.split import part_names
 
@@ -198,7 +199,7 @@ def download(
     # show the progress at once: the first request may take long
     progress(0, None)
     bar = _bar(progress)
-    with _explained(reference, name):
+    with _explained(reference, name, models_dir() if local_dir else None):
         if local_dir:
             _check_network(reference, name)
         path = hf_hub_download(
@@ -266,10 +267,11 @@ def _not_there(reference: Reference, known: list[str]) -> str:
 
 
 @contextmanager
-def _explained(reference: Reference, what: str) -> Iterator[None]:
+def _explained(reference: Reference, what: str, folder: Path | None = None) -> Iterator[None]:
     """Turn an error of huggingface_hub into a ModelError with a message of one line.
 
-    An OSError of a local file is raised unchanged.
+    folder: where the file is missing; None for huggingface_hub's cache. An OSError of a local file is raised
+    unchanged.
     """
     from huggingface_hub import errors
 
@@ -295,8 +297,8 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
             error = error.__cause__
         if isinstance(error, errors.OfflineModeIsEnabled):
             raise _NoConnection(
-                f"{what} is not in {cache_folder()}, and $HF_HUB_OFFLINE forbids a download; unset it; "
-                f"{OFFLINE}"
+                f"{what} is not in {folder or cache_folder()}, and $HF_HUB_OFFLINE forbids a download; "
+                f"unset it; {OFFLINE}"
             ) from None
         if isinstance(error, OSError) and (error.errno or error.filename) and not _is_of_network(error):
             raise

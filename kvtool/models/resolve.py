@@ -47,7 +47,13 @@ def _pull(name: str, progress: Progress | None) -> Path:
 
         return download.pull(entry, progress)
     if _is_file(name):
-        return first_part(expanded(name))
+        path = first_part(expanded(name))
+        if not path.is_file():
+            folder = path.absolute().parent
+            raise ModelError(
+                f"{path.name}, the first part of the model, is missing; it has to be in {folder}"
+            )
+        return path
 
     from kvtool.models import hub, web
 
