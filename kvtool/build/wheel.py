@@ -19,9 +19,11 @@ from kvtool.system.paths import cache_dir
 
 
 def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> str:
-    """Return the key of a build. It is a hash of everything on which the compiled library depends.
+    """Return the key of a build. It is a hash of all sources and flags, the CPU and the platform.
 
-    A portable build has the same key on all machines.
+    $CC, $CXX, $CFLAGS and $CXXFLAGS are not included: a shell that sets them later would need another build.
+    To build with another compiler, set -DCMAKE_CXX_COMPILER and -DCMAKE_C_COMPILER in $CMAKE_ARGS. A portable
+    build has the same key on all machines.
     """
     parts = [
         "" if stock else patch_digest(folder),
