@@ -92,9 +92,13 @@ def format_tokens(n: int) -> str:
     return f"{n:,} token{'s' * (n != 1)}"
 
 
-def format_bytes(n_bytes: int) -> str:
-    """Format a number of bytes. The unit is the largest of B, KiB, MiB, GiB and TiB that gives at least 1."""
+def format_bytes(n_bytes: int, *, round_up: bool = False) -> str:
+    """Format a number of bytes. The unit is the largest of B, KiB, MiB, GiB and TiB that gives at least 1.
+
+    round_up: True for a minimum, so that a user may type the formatted size.
+    """
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
-            return f"{n_bytes / size:.1f} {unit}"
+            number = -(-n_bytes * 10 // size) / 10 if round_up else n_bytes / size
+            return f"{number:.1f} {unit}"
     return f"{n_bytes} B"

@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--stock builds a library for comparisons; it cannot be installed")
     if chosen.install and chosen.dist:
         parser.error("--install and --dist exclude each other")
-    cmake_args = asked_cmake_args()
     try:
+        cmake_args = asked_cmake_args()
         if chosen.install:
             needs.check_environment()
         folder = sources.patches_dir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -33,10 +34,10 @@ def asked_cmake_args() -> str:
     """Return $CMAKE_ARGS, or the flags of this environment's last build if the variable is not set.
 
     For example, after `make chat CMAKE_ARGS=-DGGML_CUDA=on`, a plain `make chat` also uses the GPU. If the
-    variable is empty, there are no flags.
+    variable is empty, there are no flags. Raises UsageError if the variable has an unclosed quote.
     """
-    if (cmake_args := os.environ.get("CMAKE_ARGS")) is not None:
-        return cmake_args.strip()
+    if "CMAKE_ARGS" in os.environ:
+        return _given()
     try:
         return _memory_file().read_text().strip()
     except OSError:
@@ -52,9 +53,10 @@ def device_args(devices: Collection[str]) -> str:
     """Return $CMAKE_ARGS and the flags for `devices`, which are keys of DEVICES.
 
     The flags of the last build are ignored, even if $CMAKE_ARGS is not set. If `devices` is empty, the build
-    supports only the CPU, and UsageError is raised if $CMAKE_ARGS asks for a device.
+    supports only the CPU, and UsageError is raised if $CMAKE_ARGS asks for a device. UsageError is also
+    raised if $CMAKE_ARGS has an unclosed quote.
     """
-    given = os.environ.get("CMAKE_ARGS", "").strip()
+    given = _given()
     requested = [device for device in DEVICES if asks_for(given, device)]
     wanted = [f"-D{DEVICES[device]}=on" for device in devices if device not in requested]
     if not devices:
@@ -71,6 +73,16 @@ def asks_for(cmake_args: str, device: str) -> bool:
     """True if the flags enable a device of DEVICES. If flags contradict, the last decides, as in CMake."""
     values = re.findall(rf"-D{DEVICES[device]}(?::\w+)?=(\S*)", cmake_args)
     return bool(values) and values[-1].lower() not in ("", "0", "off", "false", "no", "n")
+
+
+def _given() -> str:
+    """Return $CMAKE_ARGS, or "". Raises UsageError if it has an unclosed quote."""
+    cmake_args = os.environ.get("CMAKE_ARGS", "").strip()
+    try:
+        shlex.split(cmake_args)
+    except ValueError as error:
+        raise UsageError(f"$CMAKE_ARGS is not a list of flags ({error}), got {cmake_args!r}") from None
+    return cmake_args
 
 
 def _memory_file() -> Path:

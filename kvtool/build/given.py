@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvtool.build import pack
-from kvtool.system.paths import checkout
+from kvtool.system.paths import checkout, expanded
 
 
 def folders() -> list[Path]:
     """Return the folders that are searched for wheels: $KVTOOL_WHEELS, then dist/ of the checkout."""
     named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
     root = checkout()
-    return [*(Path(folder).expanduser() for folder in named), *([root / "dist"] if root else [])]
+    return [*map(expanded, named), *([root / "dist"] if root else [])]
 
 
 def find(places: Iterable[Path], key: str) -> Path | None:

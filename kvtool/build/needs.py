@@ -68,7 +68,11 @@ def check_environment() -> None:
 
 
 def _runs(program: str) -> bool:
-    words = shlex.split(program)
+    try:
+        words = shlex.split(program)
+    except ValueError:
+        # a variable that names the program has an unclosed quote
+        return False
     if not words or not shutil.which(words[0]):
         return False
     # a compiler that exists may not work: on a Mac without the command line tools, c++ only prints a hint

@@ -11,6 +11,7 @@ import hashlib
 import json
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path, PurePosixPath
@@ -71,7 +72,7 @@ def key_of(wheel: Path) -> str | None:
         with zipfile.ZipFile(wheel) as packed:
             names = [name for name in packed.namelist() if name.endswith(f".dist-info/{RECORD_OF_BUILD}")]
             return key_in(packed.read(names[0]).decode()) if names else None
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except (OSError, ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
 

@@ -13,15 +13,17 @@ from pathlib import Path
 from kvtool.build import given, needs, pack, process
 from kvtool.build.flags import FLAGS, PORTABLE, remember
 from kvtool.build.sources import Upstream, archive, patch_digest
-from kvtool.system.cpu import cpu_features
+from kvtool.system.cpu import cpu_features, n_cpu
 from kvtool.system.memory import total_bytes
 from kvtool.system.paths import cache_dir
 
 
 def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> str:
-    """Return the key of a build. It is a hash of everything on which the compiled library depends.
+    """Return the key of a build. It is a hash of all sources and flags, the CPU and the platform.
 
-    A portable build has the same key on all machines.
+    $CC, $CXX, $CFLAGS and $CXXFLAGS are not included: a shell that sets them later would need another build.
+    To build with another compiler, set -DCMAKE_CXX_COMPILER and -DCMAKE_C_COMPILER in $CMAKE_ARGS. A portable
+    build has the same key on all machines.
     """
     parts = [
         "" if stock else patch_digest(folder),
@@ -158,6 +160,5 @@ def _place(key: str) -> Path:
 
 
 def _n_job() -> int:
-    n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # allow 1.5 GB of memory for each job, because the largest files need more than 1 GB to compile
-    return max(1, min(n_cpu, total_bytes() // 1_500_000_000))
+    return max(1, min(n_cpu(), total_bytes() // 1_500_000_000))

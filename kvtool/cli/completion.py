@@ -13,6 +13,7 @@ import typer
 
 from kvtool.cli.listed import COMMANDS
 from kvtool.errors import KvtoolError
+from kvtool.system.paths import expanded
 
 _FIRST = b"kvtool session"
 """The bytes with which a session file begins."""
@@ -53,7 +54,7 @@ def sessions(incomplete: str) -> list[str]:
     folder, slash, start = incomplete.rpartition("/")
     names = []
     with suppress(OSError):
-        for path in sorted(Path(folder + slash or ".").expanduser().iterdir()):
+        for path in sorted(expanded(folder + slash or ".").iterdir()):
             if path.name.startswith(start) and (start or path.name[0] != "."):
                 shown = f"{folder}{slash}{path.name}"
                 names += [f"{shown}/"] if path.is_dir() else [shown] if is_session(path) else []

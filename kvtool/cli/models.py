@@ -315,7 +315,11 @@ def _sizes(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int
 
 
 def _lines(sizes: dict[str, Any]) -> list[list[str]]:
-    texts = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
+    texts = {
+        name: format_bytes(size, round_up=name == "smallest_bytes")
+        for name, size in sizes.items()
+        if name.endswith("_bytes")
+    }
     types, n_batch = f"K {sizes['type_k']}, V {sizes['type_v']}", RunOptions.default_n_batch
     lines = [
         ["kind", ", ".join(sizes["kinds"]) or "plain attention"],

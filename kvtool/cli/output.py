@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.console import say
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.system import files, interrupt
-from kvtool.system.paths import extra_command
+from kvtool.system.paths import expanded, extra_command
 from kvtool.system.texts import exists
 from kvtool.units import format_bytes
 
@@ -68,7 +68,7 @@ def check_apart(
     for flag, name in read:
         # the value of --model may be a name and not a file
         if name is not None and exists(str(name)):
-            file = Path(name).expanduser()
+            file = expanded(str(name))
             if writes := taken.get(_identity(file)):
                 raise _same_file(flag, writes, file)
 

@@ -22,6 +22,7 @@ from kvtool.config.generation import GenerationOptions
 from kvtool.config.run import RunOptions
 from kvtool.errors import KvtoolError, UsageError, suggestion
 from kvtool.options import declared
+from kvtool.system.paths import expanded
 from kvtool.system.texts import exists
 
 VARIABLE = "KVTOOL_"
@@ -156,7 +157,7 @@ def default_model() -> str | None:
 def config_file() -> Path:
     """Return the path of the file, which may not exist: $KVTOOL_CONFIG or the platform's config.toml."""
     if chosen := os.environ.get("KVTOOL_CONFIG"):
-        return Path(chosen).expanduser()
+        return expanded(chosen)
 
     from platformdirs import user_config_path
 

@@ -91,7 +91,7 @@ class Drafts:
         elif self._draft_model:
             from kvtool.drafts.model import ModelDraft
 
-            source = ModelDraft(self._draft_model, engine.settings.n_threads)
+            source = ModelDraft(self._draft_model, engine.settings.n_threads, engine.model.n_vocab)
         else:
             return Drafter(Lookup())
         return Drafter(Lookup(), self._stack.enter_context(closing(source)))

@@ -119,7 +119,12 @@ def _unmatched(run: RunOptions, info: ModelInfo) -> list[str]:
     """Return a line for each option that should place tensors, but matches no tensor of the model."""
     if not run.placement.overrides:
         return []
-    patterns = [pattern for pattern, _ in run.placement.overrides if not pattern.endswith(EXPERTS)]
+    # Python does not know the classes of std::regex, such as [[:digit:]], so say nothing about them
+    patterns = [
+        pattern
+        for pattern, _ in run.placement.overrides
+        if not pattern.endswith(EXPERTS) and "[:" not in pattern
+    ]
     lines = [
         f"--override-tensor: no tensor of the model matches {pattern!r}"
         for pattern in patterns

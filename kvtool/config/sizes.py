@@ -52,7 +52,7 @@ class Budget(NamedTuple):
             return self.n, n_batch
         n, n_batch = layers.cache_that_fits(self.n, self.n_ctx_train, n_batch, type_k, type_v)
         if n == 0:
-            smallest = format_bytes(layers.smallest_bytes(type_k, type_v))
+            smallest = format_bytes(layers.smallest_bytes(type_k, type_v), round_up=True)
             raise UsageError(
                 f"{self.text} is too small for this model: its smallest cache ({PAD} tokens) takes {smallest}"
             )
@@ -65,9 +65,8 @@ def parse(text: str, n_ctx_train: int) -> Budget:
     if not text:
         raise UsageError("the budget is empty; give tokens (512), a share (10%) or bytes (64MiB)")
     if _FRACTION.fullmatch(text):
-        raise UsageError(
-            f"a budget in tokens is a whole number, got {text!r}; or a unit is missing: {text}MiB"
-        )
+        size = f"{text if text[0] != '.' else f'0{text}'}MiB"
+        raise UsageError(f"a budget in tokens is a whole number, got {text!r}; or a unit is missing: {size}")
     if text.endswith("%"):
         n = share(percent(text), n_ctx_train)
         if n == 0:

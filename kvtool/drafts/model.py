@@ -26,10 +26,19 @@ one more token in the verifying step.
 """
 
 
-class ModelDraft:
-    """Draft model for a larger model with the same vocabulary. A `Source`."""
+_MAX_PADDING = 128
+"""Maximum difference of the sizes of two vocabularies that differ only in padding, as in llama.cpp."""
 
-    def __init__(self, model: Model, n_threads: int | None = None) -> None:
+
+class ModelDraft:
+    """Draft model for a larger model with the same vocabulary. A `Source`.
+
+    n_vocab: size of the larger model's vocabulary. Larger tokens are not drafted. If the draft model's own
+    vocabulary is smaller, nothing is drafted while a token that it lacks is among the tokens that it must
+    read.
+    """
+
+    def __init__(self, model: Model, n_threads: int | None, n_vocab: int) -> None:
         policy = policies.fit("streamingllm", min(_BUDGET, model.n_ctx_train), _EVICT_EVERY)
         # with recurrent layers, tokens of several steps cannot be dropped: restore a copy of the cache
         self._has_copy = model.layers.recurrent_bytes > 0
@@ -39,6 +48,7 @@ class ModelDraft:
         # the engine must make no checkpoints itself, because `_read_draft` makes the only copy that is needed
         self._engine.checkpoints.is_paused = True
         self._stream = array("i")
+        self._n_vocab, self._n_own = n_vocab, model.n_vocab
         # number of the stream's tokens that were read, and the draft tokens that were read after them
         self._at = 0
         self._ahead: list[int] = []
@@ -61,9 +71,14 @@ class ModelDraft:
 
     def guess(self, n: int) -> np.ndarray:
         """Return at most n draft tokens i32[n]. See `likely_tokens`."""
+        if len(self._stream) - self._at > 2 * _BUDGET:
+            self._begin()
+        if max(self._stream[self._at :], default=0) >= self._n_own:
+            return np.empty(0, np.int32)
         self._catch_up()
         n = n if self._has_copy else min(n, self._engine.draft_room() + 1)
-        return likely_tokens(self._engine.context, self._read_draft, n)
+        tokens = likely_tokens(self._engine.context, self._read_draft, n)
+        return tokens[np.logical_and.accumulate(tokens < self._n_vocab)]
 
     def _read_draft(self, token: int) -> None:
         if self._has_copy and not self._ahead:
@@ -92,8 +107,6 @@ class ModelDraft:
         else:
             self._engine.drop_drafts(len(self._ahead) - n)
         self._at, self._ahead = self._at + n, []
-        if len(come) - n > 2 * _BUDGET:
-            self._begin()
         self._engine.read(np.array(self._stream[self._at :], np.int32))
         self._at = len(self._stream)
 
@@ -125,10 +138,10 @@ def _likeliest(logits: np.ndarray) -> tuple[int, float]:
 
 
 def check_draft(model: Model, draft: Model) -> None:
-    """Raise UsageError if the vocabularies differ in size, or in a sample of their tokens."""
-    if draft.n_vocab != model.n_vocab or any(
+    """Raise UsageError if the vocabularies differ in more than padding, or in a sample of their tokens."""
+    if abs(draft.n_vocab - model.n_vocab) > _MAX_PADDING or any(
         model.piece(token, special=True) != draft.piece(token, special=True)
-        for token in range(0, model.n_vocab, 97)
+        for token in range(0, min(model.n_vocab, draft.n_vocab), 97)
     ):
         raise UsageError(
             f"{draft.path.name} cannot draft for {model.path.name}: it has another vocabulary; "

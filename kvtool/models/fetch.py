@@ -6,16 +6,13 @@ All kinds of downloads use the messages and the type of the progress callback in
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvtool.errors import ModelError
-from kvtool.models.catalogue import models_dir
 from kvtool.models.header import read_file
-from kvtool.system.files import locked
 from kvtool.units import format_bytes
 
 Progress = Callable[[int, "int | None"], None]
@@ -67,34 +64,29 @@ def fetch(url: str, target: Path, progress: Progress | None = None) -> None:
     """Download a GGUF file to `target`, unless `target` exists.
 
     While the file is incomplete, its name is NAME.part. It is deleted after an error, but a process that is
-    killed leaves it behind. If two processes want the same file, the second waits for the first.
-
-    Raises ModelError, and OSError if the file cannot be written.
+    killed leaves it behind. Raises ModelError, and OSError if the file cannot be written.
     """
-    models_dir().mkdir(parents=True, exist_ok=True)
-    lock = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
-    with locked(models_dir() / f"{lock}.lock"):
-        if target.exists():
-            return
-        part = target.with_name(target.name + ".part")
-        try:
-            done = 0
-            if progress:
-                # show the progress at once: the request may take long
-                progress(0, None)
-            with part.open("wb") as out:
-                for block, size in _blocks(url):
-                    out.write(block)
-                    done += len(block)
-                    if progress:
-                        progress(done, size)
-                out.flush()
-                os.fsync(out.fileno())
-            # if the server sent no Content-Length, only the GGUF header shows whether the end is missing
-            read_file(part)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+    if target.exists():
+        return
+    part = target.with_name(target.name + ".part")
+    try:
+        done = 0
+        if progress:
+            # show the progress at once: the request may take long
+            progress(0, None)
+        with part.open("wb") as out:
+            for block, size in _blocks(url):
+                out.write(block)
+                done += len(block)
+                if progress:
+                    progress(done, size)
+            out.flush()
+            os.fsync(out.fileno())
+        # if the server sent no Content-Length, only the GGUF header shows whether the end is missing
+        read_file(part)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:

@@ -12,6 +12,9 @@ from kvtool.models.layers import ONLY_FULL, Kind, Layer, Layers
 from kvtool.models.split import part_paths
 from kvtool.models.weights import Weights
 
+_END = 2**31
+"""End of the values of a number in a header. llama.cpp stores it in a 32-bit integer."""
+
 
 class File(NamedTuple):
     """One GGUF file: its size in bytes, the size in bytes of each tensor by name, and its metadata."""
@@ -158,8 +161,7 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
         value = metadata.get(f"{arch}.{key}", default)
         if not isinstance(value, int):
             raise ModelError(f"{path} is not a language model: no {arch}.{key} in its header")
-        # llama.cpp stores the value in a 32-bit integer
-        if not least <= value < 2**31:
+        if not least <= value < _END:
             raise ModelError(f"{path} is damaged: its header says {arch}.{key} = {value}; download it again")
         return value
 
@@ -167,13 +169,14 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any], tensors:
     # the last layers may be for multi-token prediction: kvtool's cache has no cells for them
     n_layer = n_block - number("nextn_predict_layers", 0)
     n_loop = number("num_loops", 1)
-    if not (0 < n_layer <= n_block and 0 < n_layer * n_loop <= MAX_LAYERS):
-        raise ModelError(f"{path} is damaged: its header says {n_layer * n_loop} layers; download it again")
+    n = n_block if n_block > MAX_LAYERS else n_layer * n_loop
+    if not 0 < n <= MAX_LAYERS:
+        raise ModelError(f"{path} is damaged: its header says {n} layers; download it again")
 
     def per_layer(key: str, default: object) -> tuple[int, ...]:
         value = metadata.get(f"{arch}.{key}", default)
         values = value if isinstance(value, tuple) else (value,) * n_block
-        if len(values) < n_layer or not all(isinstance(v, int) for v in values):
+        if len(values) < n_layer or not all(isinstance(v, int) and 0 <= v < _END for v in values):
             raise ModelError(f"{path} is damaged: bad {arch}.{key} in its header; download it again")
         return values[:n_layer] * n_loop
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.errors import ModelError
+from kvtool.models.catalogue import models_dir
 from kvtool.models.fetch import OFFLINE, Progress, full_disk, storing
 from kvtool.models.split import part_names
 
@@ -26,7 +27,10 @@ If a repository has no file of either quantization, its first model file is used
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
-_REFERENCE = re.compile(rf"(hf:)?({_NAME}/{_NAME})(?:@([A-Za-z0-9._/-]+))?(?::([^:]+))?")
+# as in Git, no part of a revision is empty or begins with a dot, so the revision stays in its folder
+_PART = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
+
+_REFERENCE = re.compile(rf"(hf:)?({_NAME}/{_NAME})(?:@({_PART}(?:/{_PART})*))?(?::([^:]+))?")
 
 _QUANT = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q[0-9]+(?:_[A-Z0-9]+)*|TQ[0-9]_[0-9]|MXFP4(?:_MOE)?|BF16|FP?16|FP?32))(?=[-./]|$)",
@@ -71,7 +75,7 @@ def parse(text: str) -> Reference | None:
     if match and (match[1] or match[4]):
         return Reference(match[2], match[3], match[4] or "")
     if text.startswith("hf:"):
-        raise ModelError(f"a repository is hf:OWNER/REPO or hf:OWNER/REPO:QUANT, got {text!r}")
+        raise ModelError(f"a repository is hf:OWNER/REPO[@REVISION][:QUANT], got {text!r}")
     return None
 
 
@@ -195,7 +199,7 @@ def download(
     # show the progress at once: the first request may take long
     progress(0, None)
     bar = _bar(progress)
-    with _explained(reference, name):
+    with _explained(reference, name, models_dir() if local_dir else None):
         if local_dir:
             _check_network(reference, name)
         path = hf_hub_download(
@@ -263,10 +267,11 @@ def _not_there(reference: Reference, known: list[str]) -> str:
 
 
 @contextmanager
-def _explained(reference: Reference, what: str) -> Iterator[None]:
+def _explained(reference: Reference, what: str, folder: Path | None = None) -> Iterator[None]:
     """Turn an error of huggingface_hub into a ModelError with a message of one line.
 
-    An OSError of a local file is raised unchanged.
+    folder: where the file is missing; None for huggingface_hub's cache. An OSError of a local file is raised
+    unchanged.
     """
     from huggingface_hub import errors
 
@@ -292,8 +297,8 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
             error = error.__cause__
         if isinstance(error, errors.OfflineModeIsEnabled):
             raise _NoConnection(
-                f"{what} is not in {cache_folder()}, and $HF_HUB_OFFLINE forbids a download; unset it; "
-                f"{OFFLINE}"
+                f"{what} is not in {folder or cache_folder()}, and $HF_HUB_OFFLINE forbids a download; "
+                f"unset it; {OFFLINE}"
             ) from None
         if isinstance(error, OSError) and (error.errno or error.filename) and not _is_of_network(error):
             raise

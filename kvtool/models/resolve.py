@@ -13,6 +13,7 @@ from kvtool.models.catalogue import Entry, registry, unknown
 from kvtool.models.header import ModelInfo, read
 from kvtool.models.split import first_part
 from kvtool.models.supported import unsupported
+from kvtool.system.paths import expanded
 from kvtool.system.texts import exists
 
 if TYPE_CHECKING:
@@ -46,7 +47,13 @@ def _pull(name: str, progress: Progress | None) -> Path:
 
         return download.pull(entry, progress)
     if _is_file(name):
-        return first_part(Path(name).expanduser())
+        path = first_part(expanded(name))
+        if not path.is_file():
+            folder = path.absolute().parent
+            raise ModelError(
+                f"{path.name}, the first part of the model, is missing; it has to be in {folder}"
+            )
+        return path
 
     from kvtool.models import hub, web
 
@@ -74,7 +81,7 @@ def check_name(name: str) -> None:
 
 
 def _is_file(name: str) -> bool:
-    return exists(name) and Path(name).expanduser().is_file()
+    return exists(name) and expanded(name).is_file()
 
 
 def _unknown(name: str, entries: dict[str, Entry]) -> str:

@@ -11,6 +11,7 @@ from kvtool.errors import ModelError
 from kvtool.models import hub, web
 from kvtool.models.catalogue import Entry, models_dir, registry, unknown
 from kvtool.models.split import part_names
+from kvtool.system.paths import expanded
 from kvtool.system.texts import exists
 
 
@@ -64,6 +65,9 @@ def remove(name: str) -> tuple[Stored, int]:
     caches are not deleted. Files that another model also uses are kept.
     """
     model = _find(name)
+    # check all files before the first is deleted
+    if outside := [path for path in model.files if not _is_in(path, models_dir(), hub.cache_folder())]:
+        raise _not_ours(outside[0])
     n_bytes = 0
     try:
         for path in model.files:
@@ -83,11 +87,11 @@ def _find(name: str) -> Stored:
         folder = web.folder_of(name)
         model = next((stored for stored in _of_urls() if stored.files[0].parent == folder), None)
     elif exists(name):
-        path = Path(name).expanduser().absolute()
+        path = expanded(name).absolute()
         ours = map(of_entry, entries.values())
         model = next((stored for stored in (*ours, *downloads()) if stored and path in stored.files), None)
         if not model:
-            raise ModelError(f"{name} is not in a cache, and kvtool deletes nothing else; delete it yourself")
+            raise _not_ours(name)
     elif reference := hub.parse(name):
         model = _in_hub(reference)
     else:
@@ -95,6 +99,10 @@ def _find(name: str) -> Stored:
     if not model:
         raise ModelError(f"{name} is not downloaded; see `kvtool models list`")
     return model
+
+
+def _not_ours(path: object) -> ModelError:
+    return ModelError(f"{path} is not in a cache, and kvtool deletes nothing else; delete it yourself")
 
 
 def _of_urls() -> Iterator[Stored]:
@@ -167,15 +175,19 @@ def _in_hub(reference: hub.Reference) -> Stored | None:
 
 def _incomplete(reference: hub.Reference) -> tuple[Path, ...]:
     """Return the remains of interrupted downloads in a repository's folder."""
-    # earlier versions of kvtool wrote files that end in .part
-    blobs = sorted((reference.folder / "blobs").glob("*"))
-    return tuple(path for path in blobs if path.name.endswith((".part", ".part.json", ".incomplete")))
+    return tuple(sorted((reference.folder / "blobs").glob("*.incomplete")))
+
+
+def _is_in(path: Path, *folders: Path) -> bool:
+    """Return True if a path, with its `..` resolved, is in one of the folders. Links are not followed."""
+    return any(Path(os.path.abspath(folder)) in Path(os.path.abspath(path)).parents for folder in folders)
 
 
 def _unlink(path: Path) -> int:
     """Delete a file. Return the number of bytes freed.
 
-    If the file is a link, also delete its target, unless another link has the same target.
+    If the file is a link in huggingface_hub's cache to a file in this cache, also delete this file, unless
+    another link has the same target. The user made all other links: their targets stay.
     """
     if not path.is_symlink():
         n_bytes = path.stat().st_size
@@ -183,6 +195,8 @@ def _unlink(path: Path) -> int:
         return n_bytes
     target = _target(path)
     path.unlink()
+    if not (_is_in(path, hub.cache_folder()) and _is_in(target, hub.cache_folder())):
+        return 0
     # In huggingface_hub's cache, a file of a model is a link to a blob. The blob itself may be a link to a
     # blob that several repositories share
     links = (link for link in hub.cache_folder().glob("models--*/**/*") if link.is_symlink())

@@ -6,7 +6,11 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from kvtool.system import cgroups
 
 _CPUS = Path("/sys/devices/system/cpu")
 """Linux's folder with the topology of the CPUs."""
@@ -52,12 +56,39 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
+def _allowed() -> Collection[int]:
+    """Return the numbers of the CPUs on which this process may run."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def n_cpu() -> int:
+    """Return the number of CPUs that this process may use, also by the quotas of its control groups."""
+    return min([len(_allowed()), *_quotas()])
+
+
+def _quotas() -> Iterator[int]:
+    """Yield the quota of each control group of this process that limits CPU time, in CPUs, rounded up."""
+    for version, group in cgroups.of_process("cpu"):
+        # in a group without a limit, the quota is the word "max" in version 2, and -1 in version 1
+        with suppress(OSError, ValueError):
+            names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+            if quota > 0:
+                yield -(-quota // period)
+
+
 def default_threads() -> int:
     """Return the number of cores that this process may use.
 
-    More threads would be slower, because two threads on one core slow each other down.
+    More threads would be slower: two threads on one core slow each other down, and threads that use up a
+    quota all wait.
     """
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return min(_n_core(), n_cpu())
+
+
+def _n_core() -> int:
+    """Return the number of cores of the CPUs on which this process may run."""
+    cpus = _allowed()
     try:
         shared = (_CPUS / "smt" / "active").read_text().strip() == "1"
     except OSError:

@@ -28,24 +28,55 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     The old file is replaced only when the new file is completely on the disk. The new file gets the
     permissions of the old file. If `path` is a link, the target of the link is replaced. If a killed process
-    left a partial new file, this partial file is overwritten. If OSError is raised, the old file is
-    unchanged.
+    left a partial new file, this partial file is overwritten. If another process is writing the file, wait
+    for it. If OSError is raised, the old file is unchanged.
     """
     path = Path(os.path.realpath(path))
     part = path.with_name(path.name + PART)
-    try:
-        with part.open("w+b") as file:
+    with _alone(part) as file:
+        try:
             with suppress(FileNotFoundError):
                 shutil.copymode(path, part)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
+            if os.name != "posix":
+                # Windows cannot rename an open file
+                file.close()
+            os.replace(part, path)
+        except BaseException:
+            if os.name != "posix":
+                file.close()
+            with suppress(OSError):
+                part.unlink()
+            raise
     _sync_folder(path.parent)
+
+
+def _alone(part: Path) -> BinaryIO:
+    """Open a file and empty it. While another process or thread has it open by this function, wait.
+
+    `locked` would do the same with a second file, but the import of filelock takes long.
+    """
+    if os.name != "posix":
+        return part.open("w+b")
+    import fcntl
+
+    while True:
+        file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            with suppress(OSError):
+                # some network file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            # the process that had the file open has renamed or deleted it: then open a new file
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), part.stat()):
+                    file.truncate()
+                    return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
 def _sync_folder(path: Path) -> None:

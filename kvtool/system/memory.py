@@ -6,18 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
-_OF_PROCESS = Path("/proc/self/cgroup")
+from kvtool.system import cgroups
+
 _FILES = {
-    "": (".", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
 }
-"""Control groups: folder, limit, bytes in use, and the part of them that the kernel can free at any time.
-
-"" stands for version 2 of control groups, "memory" for version 1.
-"""
+"""Limit, bytes in use, and the part of them that the kernel can free, for each version of control groups."""
 
 
 def peak_rss_bytes() -> int | None:
@@ -71,23 +67,11 @@ def total_bytes() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes in use) of each control group of this process that limits memory.
-
-    systemd (MemoryMax=) and containers set such limits, for a group or for a group above it.
-    """
-    try:
-        lines = [line.strip().split(":", 2) for line in _OF_PROCESS.read_text().splitlines()]
-    except OSError:
-        return
-    for _, controller, path in lines:
-        if controller not in _FILES:
-            continue
-        root, *names = _FILES[controller]
-        group = _GROUPS / root / path.lstrip("/")
-        while group.is_relative_to(_GROUPS):
-            # a group without a limit has the word "max", and the topmost group has no file
-            with suppress(OSError, ValueError, KeyError):
-                limit, used = (int((group / name).read_text()) for name in names[:2])
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield limit, used - int(stat[names[2]])
-            group = group.parent
+    """Yield (limit, bytes in use) of each control group of this process that limits memory."""
+    for version, group in cgroups.of_process("memory"):
+        names = _FILES[version]
+        # a group without a limit has the word "max", and the topmost group has no file
+        with suppress(OSError, ValueError, KeyError):
+            limit, used = (int((group / name).read_text()) for name in names[:2])
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield limit, used - int(stat[names[2]])

@@ -29,13 +29,21 @@ def extra_command(extra: str) -> str:
     return f"pip install '{root}[{extra}]'" if root else f"pip install 'kvtool[{extra}]'"
 
 
+def expanded(name: str) -> Path:
+    """Return the path of a name, with the user's home folder for ~.
+
+    A name such as ~x stays as it is unless there is a user x. `Path.expanduser` would raise RuntimeError.
+    """
+    return Path(os.path.expanduser(name))
+
+
 def cache_dir() -> Path:
     """Return the user's cache folder: $KVTOOL_CACHE, or else the platform's default.
 
     This does not use platformdirs, because make calls it before anything is installed.
     """
     if chosen := os.environ.get("KVTOOL_CACHE"):
-        return Path(chosen).expanduser().absolute()
+        return expanded(chosen).absolute()
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":

@@ -11,10 +11,10 @@ from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from kvtool.errors import InputError, UsageError
+from kvtool.system.paths import expanded
 
 _CONVERT = "convert it first, for example with iconv"
 _BLOCK = 2**16
@@ -119,7 +119,7 @@ class TextSource:
         self._data = b""
         try:
             # use Python's buffer of stdin, because it may already hold the first bytes
-            self._file = sys.stdin.buffer if is_stdin(file) else Path(file).expanduser().open("rb")
+            self._file = sys.stdin.buffer if is_stdin(file) else expanded(file).open("rb")
         except OSError as error:
             raise self._cannot_read(error) from None
         self._closes = not is_stdin(file)
@@ -171,8 +171,8 @@ def is_stdin(file: str) -> bool:
 def exists(name: str) -> bool:
     """Return True if a file or folder has this name. The name may be any text."""
     try:
-        return Path(name).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):
+        return expanded(name).exists()
+    except (OSError, ValueError):
         # no file can have this name, for example because it is too long
         return False
 
@@ -188,6 +188,6 @@ def check_file(file: str) -> None:
 
     A pipe is only looked for, because it can be read only once.
     """
-    path = os.path.expanduser(file)
+    path = expanded(file)
     if not is_stdin(file) and (not exists(file) or os.path.isfile(path) or os.path.isdir(path)):
         read_text(file)

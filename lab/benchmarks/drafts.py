@@ -87,7 +87,7 @@ def main() -> None:
         if args.draft:
             draft = stack.enter_context(closing(load_model(args.draft)))
             check_draft(model, draft)
-            source = stack.enter_context(closing(ModelDraft(draft, args.threads)))
+            source = stack.enter_context(closing(ModelDraft(draft, args.threads, model.n_vocab)))
         policy = policies.fit(args.policy, args.budget)
         settings = Settings(n_draft=MAX_DRAFT, archive_type="q8_0", n_threads=args.threads)
         engine = stack.enter_context(closing(Engine(model, policy, settings)))

@@ -95,7 +95,7 @@ def test_wrong_command_gets_one_line_and_the_chat_continues(terminal, tmp_path):
         (f"/save {tmp_path}", "is not a regular file"),
         ("/save /dev/null", "/dev/null is not a regular file"),
         ("/load /dev/null", "is not a kvtool session"),
-        ("/save ~nobody-of-this-name/x", "there is no home folder"),
+        ("/save ~nobody-of-this-name/x", "No such file or directory"),
         (f"/save {'x' * 300}", "File name too long"),
         ("/cells 0", "/cells takes a number"),
         ("/reset now", "/reset takes no argument"),

@@ -48,7 +48,7 @@ def test_gpu_options_without_a_gpu_do_nothing_and_are_reported(default_talker, t
     for options, flag in ((["-ncmoe", 2], "--n-cpu-moe 2"), (["-ncmoe", 2, "-cmoe"], "--cpu-moe")):
         moe = generate(*options)
         assert (moe.stdout, moe.stderr) == (plain.stdout, f"{flag} does nothing: the model has no experts\n")
-    typo = generate("-ot", "attn_kv=CPU,[red]$=CPU,attn_q=CPU")
+    typo = generate("-ot", "attn_kv=CPU,[red]$=CPU,attn_q=CPU,blk.[[:digit:]].attn_q=CPU,[a[:digit:]]_q=CPU")
     line = "--override-tensor: no tensor of the model matches '{}'\n"
     assert (typo.stdout, typo.stderr) == (plain.stdout, line.format("attn_kv") + line.format("[red]$"))
     end = "nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"

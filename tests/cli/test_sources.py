@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 from select import select
 from threading import Thread
 
@@ -19,6 +20,7 @@ from kvtool.cli.texts import first_tokens, source
 from kvtool.errors import InputError, UsageError
 from kvtool.llama.loaded.model import Model
 from kvtool.system import texts as system_texts
+from kvtool.system.paths import cache_dir, expanded
 from kvtool.system.texts import TextSource
 from tests import fork_server
 from tests.blocking_policy import TIMEOUT_S
@@ -231,6 +233,24 @@ def test_command_that_waits_for_stdin_says_so(talker, words, line):
         _, errors = process.communicate("Say hello, and say it again.")
     assert process.returncode == 0, errors
     assert "waiting" not in errors
+
+
+def test_names_that_begin_with_a_tilde_are_names_unless_there_is_such_a_user(tmp_path, monkeypatch, talker):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~text").write_text("hello")
+    (tmp_path / "~m.gguf").symlink_to(talker)
+    (tmp_path / "~c.toml").write_text("")
+    assert system_texts.read_text("~text") == "hello"
+    system_texts.check_file("~text")
+    done = run_kvtool("models", "pull", "~m.gguf")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "~m.gguf\n", "")
+    assert run_kvtool("config", "--path", env={"KVTOOL_CONFIG": "~c.toml"}).stdout == "~c.toml\n"
+    with pytest.raises(InputError, match="cannot read ~none: No such file"):
+        system_texts.read_text("~none")
+    monkeypatch.setenv("KVTOOL_CACHE", "~cache")
+    assert cache_dir() == tmp_path / "~cache"
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expanded("~/text") == Path("/home/me/text")
 
 
 def test_closed_stdin_is_not_read_as_a_pipe(monkeypatch):

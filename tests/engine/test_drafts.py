@@ -25,6 +25,7 @@ from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.models.layers import Kind, Layer, Layers
+from tests import tiny
 from tests.cli.in_process_command import run_kvtool
 from tests.engine.exact_engines import open_engine
 
@@ -176,7 +177,7 @@ def test_draft_model_is_used_if_the_lookup_finds_nothing():
 @pytest.mark.parametrize(("p", "n"), [(1.0, 9), (0.8, 4), (0.6, 2), (0.3, 1), (0.2, 0)])
 def test_draft_model_stops_when_acceptance_becomes_unlikely(talker, monkeypatch, p, n):
     monkeypatch.setattr("kvtool.drafts.model._likeliest", lambda logits: (7, p))
-    with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
+    with closing(Model(talker)) as model, closing(ModelDraft(model, 1, model.n_vocab)) as source:
         source.add(np.arange(3, 40, dtype=np.int32))
         assert len(source.guess(9)) == n
 
@@ -279,7 +280,7 @@ def test_stop_string_ends_a_text_within_draft_tokens(talker):
 
 def test_draft_model_equal_to_the_main_model_is_mostly_accepted(talker, however_unlikely):
     without = generate_with(talker, None, {}, 100)
-    with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
+    with closing(Model(talker)) as model, closing(ModelDraft(model, 1, model.n_vocab)) as source:
         drafter = Drafter(ConstantSource(0, support=0), source)
         assert generate_with(talker, drafter, {}, 100)[:2] == without[:2]
         assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
@@ -293,7 +294,10 @@ def test_draft_model_equal_to_the_main_model_is_mostly_accepted(talker, however_
 @pytest.mark.parametrize("arch", ["lfm2", "qwen35", "llama"])
 def test_draft_model_forgets_rejected_draft_tokens(tiny_model, however_unlikely, monkeypatch, arch, has_room):
     rng, n_accepted = np.random.default_rng(0), 0
-    with closing(Model(tiny_model(arch=arch))) as model, closing(ModelDraft(model, 1)) as source:
+    with (
+        closing(Model(tiny_model(arch=arch))) as model,
+        closing(ModelDraft(model, 1, model.n_vocab)) as source,
+    ):
         if not has_room:
             source._engine.checkpoints.max_bytes = 0
         stream = rng.integers(3, 250, 20).astype(np.int32)
@@ -301,7 +305,7 @@ def test_draft_model_forgets_rejected_draft_tokens(tiny_model, however_unlikely,
         # in each turn, a new source must draft the same tokens; the stream is too short for evictions
         for turn in range(30):
             guess = source.guess(5)
-            with closing(ModelDraft(model, 1)) as fresh:
+            with closing(ModelDraft(model, 1, model.n_vocab)) as fresh:
                 fresh.add(stream)
                 assert guess.tolist() == fresh.guess(5).tolist()
             # accept 0 to 5 of the draft tokens
@@ -318,20 +322,55 @@ def test_draft_model_forgets_rejected_draft_tokens(tiny_model, however_unlikely,
 def test_draft_model_with_recurrent_layers_does_not_change_the_text(tiny_model, however_unlikely, arch):
     path = tiny_model(arch=arch)
     without = generate_with(path, None, {}, 400)
-    with closing(Model(path)) as model, closing(ModelDraft(model, 1)) as source:
+    with closing(Model(path)) as model, closing(ModelDraft(model, 1, model.n_vocab)) as source:
         drafter = Drafter(ConstantSource(0, support=0), source)
         assert generate_with(path, drafter, {}, 400)[:2] == without[:2]
         assert drafter.n_drafted >= drafter.n_accepted > 40
         assert len(source._engine.checkpoints) == 1
 
 
-def test_draft_model_with_another_vocabulary_is_refused(talker, tiny_model):
-    with (
-        closing(Model(talker)) as model,
-        closing(Model(tiny_model(n_vocab=400))) as other,
-        pytest.raises(UsageError, match="another vocabulary"),
-    ):
-        check_draft(model, other)
+def test_draft_model_with_another_vocabulary_is_refused(talker, tiny_model, tmp_path):
+    other_tokens = tmp_path / "other.gguf"
+    tiny.write_llama(other_tokens, control=[f"<{i}>" for i in range(40)])
+    for path in (tiny_model(n_vocab=449), other_tokens):
+        with (
+            closing(Model(talker, vocab_only=True)) as model,
+            closing(Model(path, vocab_only=True)) as other,
+            pytest.raises(UsageError, match="another vocabulary"),
+        ):
+            check_draft(model, other)
+
+
+@pytest.mark.parametrize("n_vocab", [300, 448])
+def test_draft_model_may_have_another_padding_of_the_vocabulary(
+    talker, tiny_model, monkeypatch, however_unlikely, n_vocab
+):
+    # the talker has 320 tokens
+    with closing(Model(talker)) as model, closing(Model(tiny_model(n_vocab=n_vocab))) as draft:
+        check_draft(model, draft)
+        with closing(ModelDraft(draft, 1, model.n_vocab)) as source:
+            read, plain = [], source._engine.step
+            monkeypatch.setattr(source._engine, "step", lambda tokens: read.extend(tokens) or plain(tokens))
+            without = generate_with(talker, None, {}, 60)
+            assert (
+                generate_with(talker, Drafter(ConstantSource(0, support=0), source), {}, 60)[:2]
+                == without[:2]
+            )
+            assert read
+            source.cut(0)
+            source.add(np.arange(3, 40, dtype=np.int32))
+            assert len(source.guess(4)) > 0
+            # no token is proposed that the larger model lacks
+            for likely, n in ((319, 4), (320, 0)):
+                monkeypatch.setattr("kvtool.drafts.model._likeliest", lambda logits, its=likely: (its, 1.0))
+                if likely < n_vocab:
+                    assert source.guess(4).tolist() == [likely] * n
+            # a token that the draft model lacks is not read: drafts go on after many other tokens
+            monkeypatch.setattr("kvtool.drafts.model._likeliest", lambda logits: (7, 1.0))
+            source.add(np.array([n_vocab], np.int32))
+            for n_more, n in ((1, 0), (400, 0), (200, 4)):
+                source.add(np.arange(n_more, dtype=np.int32) % 200 + 3)
+                assert len(source.guess(4)) == n
 
 
 def generated(path, *more, prompt="go on: a b c a b c"):
@@ -358,7 +397,7 @@ def test_generate_with_a_draft_model_writes_the_same_text(talker, tiny_model):
 
 def test_impossible_draft_options_are_refused_with_one_line(talker, tiny_model):
     for path, draft, code, message in (
-        (talker, tiny_model(n_vocab=400), 2, "it has another vocabulary; choose a smaller model"),
+        (talker, tiny_model(n_vocab=500), 2, "it has another vocabulary; choose a smaller model"),
         (talker, "nothing", 3, "unknown model 'nothing'"),
         (tiny_model(arch="deepseek2"), "lookup", 2, "cannot be used with recall of tokens (MLA)"),
     ):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvtool import policies
+from kvtool.build import wheel
 from kvtool.llama.cache.threads import Threads
 from kvtool.measure import perplexity
-from kvtool.system import cpu
+from kvtool.system import cgroups, cpu
 from tests.engine.exact_engines import open_engine
 
 
@@ -68,6 +69,7 @@ TWO_EACH = [f"{n % 4},{n % 4 + 4}" for n in range(8)]
 )
 def test_default_threads_is_the_number_of_usable_cores(tmp_path, monkeypatch, allowed, siblings, smt, n):
     monkeypatch.setattr(cpu, "_CPUS", tmp_path)
+    monkeypatch.setattr(cgroups, "_OF_PROCESS", tmp_path / "none")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
     if smt:
         (tmp_path / "smt").mkdir()
@@ -77,6 +79,35 @@ def test_default_threads_is_the_number_of_usable_cores(tmp_path, monkeypatch, al
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{text}\n")
     assert cpu.default_threads() == n
+
+
+@pytest.mark.parametrize(
+    ("line", "quotas", "n"),
+    [
+        ("0::/a/b", {"a/b": "150000 100000", "a": "max 100000", ".": "400000 100000"}, 2),
+        ("0::/a/b", {"a/b": "800000 100000", "a": "300000 100000"}, 3),
+        ("0::/a/b", {"a/b": "9000000 100000"}, 8),
+        ("0::/a/b", {"a/b": "max 100000"}, 8),
+        ("5:cpu,cpuacct:/a", {"cpu/a": "5000 100000"}, 1),
+        ("5:cpu,cpuacct:/a", {"cpu/a": "-1 100000", "cpu": "400000 100000"}, 4),
+        ("5:cpuset:/a", {"cpu/a": "5000 100000"}, 8),
+    ],
+)
+def test_quotas_of_control_groups_limit_the_threads(tmp_path, monkeypatch, line, quotas, n):
+    monkeypatch.setattr(cpu, "_CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(cgroups, "_OF_PROCESS", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "_GROUPS", tmp_path)
+    (tmp_path / "cgroup").write_text(f"1:name=systemd:/x\n{line}\n")
+    for path, text in quotas.items():
+        (folder := tmp_path / path).mkdir(parents=True, exist_ok=True)
+        (folder / "cpu.max").write_text(f"{text}\n")
+        for name, number in zip(("quota", "period"), text.split(), strict=True):
+            (folder / f"cpu.cfs_{name}_us").write_text(f"{number}\n")
+    assert cpu.default_threads() == cpu.n_cpu() == n
+    monkeypatch.setattr(wheel, "total_bytes", lambda: 10**12)
+    monkeypatch.delenv("CMAKE_BUILD_PARALLEL_LEVEL", raising=False)
+    assert wheel.build_env(tmp_path, "", stock=False, portable=False)["CMAKE_BUILD_PARALLEL_LEVEL"] == str(n)
 
 
 def test_all_threads_are_used_on_an_idle_machine():

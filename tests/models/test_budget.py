@@ -122,6 +122,11 @@ def test_budget_below_the_smallest_cache_is_refused():
     assert str(error.value) == (
         f"{smallest - 1}B is too small for this model: its smallest cache (256 tokens) takes 204.1 KiB"
     )
+    # 204.01 KiB are rounded up, because the size in the message must be accepted
+    layers = replace(HYBRID, all=(*HYBRID.all[:-1], HYBRID.all[-1]._replace(recurrent_bytes=12300)))
+    with pytest.raises(UsageError, match=r"takes 204\.1 KiB$"):
+        parse("204.0KiB", layers)
+    assert parse("204.1 KiB", layers)[0] == 256
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,8 @@ def test_budget_below_the_smallest_cache_is_refused():
         ("-5%", "above 0% and at most 100%"),
         ("0.05%", r"0.05% of the trained context \(1,000 tokens\) is less than 1 token"),
         ("12x", r"tokens \(512\), a share of the trained context \(10%\) or bytes \(64MiB\), got '12x'"),
-        ("1.5", r"got '1.5'"),
+        ("1.5", r"got '1.5'; or a unit is missing: 1\.5MiB$"),
+        (".5", r"got '\.5'; or a unit is missing: 0\.5MiB$"),
         ("1KiB", "^1KiB is too small for this model: its smallest cache .256 tokens. takes 128.0 KiB$"),
     ],
 )

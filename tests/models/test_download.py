@@ -117,6 +117,7 @@ def test_broken_url_download_restarts_from_the_beginning(site, model, url):
     )
     assert web.cached(url) is None
     assert stored.downloads() == []
+    assert list(web.urls_dir().iterdir()) == []
     assert resolve(url).read_bytes() == model
     assert [request[2] for request in site.requests] == [None, None]
 
@@ -166,6 +167,28 @@ def test_failing_urls_give_one_line_errors(site, path, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1/m.gguf",
+        "http://HOST/a b/m.gguf",
+        "http://HOST/caf\u00e9/m.gguf",
+        "http://localhost:port/m.gguf",
+        "http://localhost:99999/m.gguf",
+        "http://me:secret@HOST/m.gguf",
+        "http://HOST/m.gguf ",
+    ],
+)
+def test_urls_that_cannot_be_requested_are_refused_in_one_line(site, url):
+    url = url.replace("HOST", site.url.removeprefix("http://"))
+    with pytest.raises(ModelError) as error:
+        resolve(url)
+    assert str(error.value).startswith(f"{url!r} is not a URL for -m: write %20 for a space")
+    assert "\n" not in str(error.value)
+    assert site.requests == []
+    assert not web.urls_dir().exists()
+
+
 def test_url_cannot_place_its_file_in_another_folder(site, model):
     site.files["/..%2F..%2Ftiny.gguf"] = model
     path = resolve(f"{site.url}/..%2F..%2Ftiny.gguf?download=true")
@@ -182,6 +205,15 @@ def test_url_of_any_part_downloads_all_parts_of_a_split_model(site, parts):
     assert (info.n_part, info.size) == (3, sum(map(len, parts.values())))
     assert resolve(f"{site.url}/{names[2]}") == path
     assert len(site.requests) == 3
+    # complete parts are kept after an error
+    stored.remove(f"{site.url}/{names[0]}")
+    last = site.files.pop(f"/{names[2]}")
+    with pytest.raises(ModelError, match="404"):
+        resolve(f"{site.url}/{names[1]}")
+    assert stored.downloads()[0].files[-1].name == web.URL_FILE
+    site.files[f"/{names[2]}"] = last
+    assert read(resolve(f"{site.url}/{names[0]}")).n_part == 3
+    assert len(site.requests) == 7
 
 
 def test_unwritable_cache_error_names_the_variable_to_set(tmp_path, monkeypatch, source):
@@ -253,7 +285,9 @@ def test_repository_references_are_parsed_or_refused():
     assert str(hub.parse("o/r@refs/pr/1:Q4_0")) == "hf:o/r@refs/pr/1:Q4_0"
     for text in ("o/r", "o/r.gguf", "./a:b", "/o/r:Q4", "o/r/f:Q4", "name"):
         assert hub.parse(text) is None
-    for text in ("hf:", "hf:o", "hf:o/r/f", "hf:../r", "hf:o/r:"):
+    # a revision must not lead out of the repository's folder
+    outside = [f"hf:o/r@{each}:Q4" for each in ("/tmp", "..", ".", "a/../../b", "../a", "a/..", "a//b")]
+    for text in ("hf:", "hf:o", "hf:o/r/f", "hf:../r", "hf:o/r:", *outside):
         with pytest.raises(ModelError, match="a repository is hf:OWNER/REPO"):
             hub.parse(text)
 
@@ -482,6 +516,16 @@ def test_download_must_have_the_hash_of_models_txt(site, model):
     assert list(catalogue.models_dir().iterdir()) == []
 
 
+def test_offline_message_about_models_txt_names_kvtools_folder(site, model, monkeypatch):
+    server.add_repository(site, "o/r", {"tiny.gguf": model})
+    resolve("hf:o/r")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError) as error:
+        download.pull(entry_of())
+    line = f"tiny.gguf is not in {catalogue.models_dir()}, and $HF_HUB_OFFLINE forbids a download; unset it; "
+    assert str(error.value) == line + OFFLINE
+
+
 def test_failing_server_of_models_txt_gives_a_one_line_error(site, monkeypatch):
     # huggingface_hub waits 23 s before its last try
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -564,3 +608,38 @@ def test_rm_deletes_nothing_outside_of_the_caches(tmp_path, model):
     with pytest.raises(ModelError, match="unknown model 'nope'"):
         stored.remove("nope")
     assert path.exists()
+
+
+@pytest.mark.parametrize("place", ["/", "../../../"])
+def test_rm_follows_no_revision_out_of_the_cache(tmp_path, site, model, place, monkeypatch):
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    resolve("hf:o/r")
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "m.gguf").write_bytes(model)
+    folder = f"{mine}" if place == "/" else f"{place}mine"
+    with pytest.raises(ModelError, match="a repository is hf:OWNER/REPO"):
+        stored.remove(f"hf:o/r@{folder}:m.gguf")
+    # nor would `remove` delete the file if the reference were accepted
+    monkeypatch.setattr(hub, "parse", lambda text: hub.Reference("o/r", folder, "m.gguf"))
+    with pytest.raises(ModelError, match=r"m\.gguf is not in a cache, and kvtool deletes nothing else"):
+        stored.remove("hf:o/r@x")
+    assert (mine / "m.gguf").read_bytes() == model
+
+
+def test_rm_keeps_the_target_of_a_link_that_the_user_made(tmp_path, site, model, monkeypatch):
+    (mine := tmp_path / "mine.gguf").write_bytes(model)
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    in_hub = resolve("hf:o/r")
+    monkeypatch.setattr(stored, "registry", lambda: {"tiny": entry_of()})
+    (link := entry_of().path).parent.mkdir(parents=True)
+    for target in (mine, in_hub):
+        link.symlink_to(target)
+        assert stored.remove("tiny")[1] == 0
+        assert not link.is_symlink()
+        assert target.read_bytes() == model
+    # the user has replaced a file of a repository by a link
+    in_hub.unlink()
+    in_hub.symlink_to(mine)
+    assert stored.remove("hf:o/r")[1] == 0
+    assert not in_hub.is_symlink()
+    assert mine.read_bytes() == model

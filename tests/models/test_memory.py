@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.system import memory
+from kvtool.system import cgroups, memory
 
 MB = 10**6
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
@@ -24,8 +24,8 @@ def groups(tmp_path, monkeypatch):
             (folder / names[1]).write_text(f"{used}\n")
             (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {reclaimable}\n")
 
-    monkeypatch.setattr(memory, "_OF_PROCESS", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cgroups, "_OF_PROCESS", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "_GROUPS", tmp_path / "groups")
     return write_limits
 
 

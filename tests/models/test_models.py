@@ -568,6 +568,9 @@ def test_files_that_are_not_valid_gguf_are_refused(tmp_path, content, message):
         ("llama", {"attention__key_length": 2**32 - 1}, r"says llama\.attention\.key_length = 4294967295"),
         ("llama", {"block_count": 0}, "says 0 layers"),
         ("llama", {"block_count": 99999}, "says 99999 layers"),
+        ("llama", {"block_count": 2**31 - 1, "nextn_predict_layers": 2**31 - 2}, "says 2147483647 layers"),
+        ("llama", {"nextn_predict_layers": 4}, "says -1 layers"),
+        ("llama", {"n_head_kv": [2, -2, 2]}, r"bad llama\.attention\.head_count_kv"),
         ("llama", {"n_head_kv": [1, 2]}, r"bad llama\.attention\.head_count_kv"),
         ("llama", {"n_head_kv": 1.5}, r"bad llama\.attention\.head_count_kv"),
         ("clip", {"block_count": None}, r"no clip\.block_count"),
@@ -675,6 +678,9 @@ def test_parse_bytes_reads_decimal_and_binary_units_and_refuses_the_rest():
 def test_format_bytes():
     texts = ["0 B", "1023 B", "1.0 KiB", "93.8 MiB", "3.0 GiB", "10.0 TiB"]
     assert list(map(format_bytes, (0, 1023, 1024, 98362432, 3 * 2**30, 5 * 2**41))) == texts
+    for n_bytes, text in ((1023, "1023 B"), (1024, "1.0 KiB"), (1025, "1.1 KiB"), (2**20 - 1, "1024.0 KiB")):
+        assert format_bytes(n_bytes, round_up=True) == text
+        assert parse_bytes(text) >= n_bytes
 
 
 # the command line

@@ -329,6 +329,43 @@ def test_build_prints_the_path_of_the_wheel(place, capsys):
     assert capsys.readouterr().out == f"{build.find_wheel(build.wheel_key(place, ''))}\n"
 
 
+def test_cmake_args_with_an_unclosed_quote_are_refused_in_one_line(kvtool_build, monkeypatch, capsys):
+    line = 'kvtool: $CMAKE_ARGS is not a list of flags (No closing quotation), got "-DX=\'a"\n'
+    monkeypatch.setenv("CMAKE_ARGS", "-DX='a")
+    for arguments in ([], ["--cuda"]):
+        done = kvtool_build(*arguments)
+        assert (done.exit_code, done.stderr) == (UsageError.exit_code, line)
+    assert main([]) == UsageError.exit_code
+    assert capsys.readouterr().err == line
+    assert not needs._runs("g++ 'x")
+
+
+@pytest.mark.parametrize("spoil", ["data", "end", "method", "encrypted"])
+def test_a_damaged_wheel_has_no_key(place, spoil):
+    wheel = build.build(place, "")
+    assert pack.key_of(wheel) == build.wheel_key(place, "")
+    with zipfile.ZipFile(wheel) as packed:
+        names = [name for name in packed.namelist() if name.endswith(pack.RECORD_OF_BUILD)]
+        at = packed.getinfo(names[0]).header_offset
+    data = bytearray(wheel.read_bytes())
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(names[0].encode()))
+    n_name, n_more = (int.from_bytes(data[at + i : at + i + 2], "little") for i in (26, 28))
+    begin = at + 30 + n_name + n_more
+    if spoil == "data":
+        data[begin : begin + 4] = b"\xff" * 4
+    elif spoil == "end":
+        # its entry says that the file is not compressed, and has more bytes than there are
+        data[entry + 10] = data[at + 8] = 0
+        data[entry + 20 : entry + 24] = data[entry + 24 : entry + 28] = b"\xff\xff\xff\x7f"
+    elif spoil == "method":
+        data[entry + 10] = data[at + 8] = 99
+    else:
+        data[entry + 8] |= 1
+        data[at + 6] |= 1
+    wheel.write_bytes(data)
+    assert pack.key_of(wheel) is None
+
+
 def test_missing_compiler_is_reported_in_one_line(tmp_path):
     script = (
         "from kvtool import errors\nfrom kvtool.build import needs\n"

@@ -9,8 +9,9 @@ import resource
 import stat
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -61,6 +62,25 @@ def test_a_file_keeps_its_permissions_and_a_link_its_target(tmp_path):
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_writers_of_a_file_do_not_mix_their_data(tmp_path, fails):
+    path = tmp_path / "file"
+    other = Thread(target=files.write, args=(path, b"b" * 10))
+    with suppress(ValueError), files.replacing(path) as file:
+        file.write(b"a" * 100)
+        file.flush()
+        other.start()
+        # the other writer waits
+        other.join(0.2)
+        file.write(b"a" * 100)
+        file.flush()
+        assert path.with_name(f"file{files.PART}").read_bytes() == b"a" * 200
+        if fails:
+            raise ValueError
+    other.join()
+    assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [b"b" * 10]
 
 
 def test_a_device_and_a_pipe_are_written_to(tmp_path):

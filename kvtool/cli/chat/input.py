@@ -25,6 +25,7 @@ from prompt_toolkit.keys import Keys
 from kvtool.chats.archive_file import SUFFIX
 from kvtool.cli.completion import is_session, sessions
 from kvtool.errors import InputError
+from kvtool.system.paths import expanded
 from kvtool.system.texts import decoded, exists, with_lf
 
 BLOCK = '"""'
@@ -215,7 +216,7 @@ def with_files(
             return match[0]
         word = match[1] or match[2]
         name = word if match[1] else _without_marks(word)
-        path = Path(os.path.expanduser(name))
+        path = expanded(name)
         if not (name and exists(name)):
             folder = os.path.dirname(name)
             is_path = _TEXTS.search(name) or (folder and exists(folder))

@@ -16,6 +16,7 @@ from kvtool.config.generation import EFFORTS, GenerationOptions
 from kvtool.errors import KvtoolError, SessionError, UsageError, suggestion
 from kvtool.options import declared
 from kvtool.system import interrupt
+from kvtool.system.paths import expanded
 from kvtool.system.texts import shown, with_lf
 
 if TYPE_CHECKING:
@@ -425,7 +426,4 @@ def _path(command: str, name: str) -> Path:
     """Return the path that follows a command. Raises SessionError if no path was given."""
     if not name:
         raise SessionError(f"{command} needs a file")
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise SessionError(f"there is no home folder for {name}") from None
+    return expanded(name)
