@@ -408,7 +408,7 @@ def test_changed_effort_pins_the_changed_system_prompt(talk):
     chat.reset("Be brief.")
     chat.pin_system()
     engine = chat.writer.engine
-    n, (low, medium) = engine.n_pinned, map(engine.model.tokenize, ("low", "medium"))
+    n, (low, medium) = engine.n_pinned, map(engine.model.tokenize, (" low", " medium"))
     chat.set_effort("low")
     assert engine.n_pinned == n + len(low) - len(medium)
     chat.set_effort("high")
