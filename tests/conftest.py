@@ -13,7 +13,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMB
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # the developer's own settings must not reach the tests
 os.environ["KVTOOL_CONFIG"] = os.devnull
-# and what the tests type must not reach the developer's history of chats, whose length they would also feel
+# nor may the tests add to the developer's history of chats, which each chat reads when it starts
 os.environ["XDG_STATE_HOME"] = os.devnull
 for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
     if name not in ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"):
