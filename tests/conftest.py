@@ -13,6 +13,8 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMB
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # the developer's own settings must not reach the tests
 os.environ["KVTOOL_CONFIG"] = os.devnull
+# nor may the tests add to the developer's history of chats, which each chat reads when it starts
+os.environ["XDG_STATE_HOME"] = os.devnull
 for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
     if name not in ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"):
         del os.environ[name]
@@ -112,6 +114,7 @@ def _for_all_workers(tmp_path_factory, name, write):
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     path = folder / name
+    path.parent.mkdir(exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
             write(path.with_suffix(".part"))
@@ -121,8 +124,18 @@ def _for_all_workers(tmp_path_factory, name, write):
 
 @pytest.fixture(scope="session")
 def smol(smollm2, tmp_path_factory):
-    """A small random model with SmolLM2's file name, tokenizer, chat template and trained context."""
+    """A small random model with SmolLM2's file name, chat template and trained context.
+
+    It has the first sixth of SmolLM2's tokens, so it takes a tenth of the time to load or to apply a grammar.
+    """
     return _for_all_workers(tmp_path_factory, "smollm2-135m.gguf", partial(tiny.write_like, smollm2))
+
+
+@pytest.fixture(scope="session")
+def smol_whole(smollm2, tmp_path_factory):
+    """Like `smol`, but with all tokens of SmolLM2, so texts have as many tokens as with SmolLM2."""
+    write = partial(tiny.write_like, smollm2, n_vocab=None)
+    return _for_all_workers(tmp_path_factory, "whole/smollm2-135m.gguf", write)
 
 
 @pytest.fixture(scope="session")

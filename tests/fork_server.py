@@ -37,8 +37,11 @@ from tests.blocking_policy import TIMEOUT_S
 ROOT = Path(__file__).resolve().parents[1]
 
 IMPORTED = """
-    gguf jinja2 markdown_it prompt_toolkit.shortcuts pytest rich.live rich.progress rich.table
-    kvtool.api kvtool.llama.sampler kvtool.serve.http.server kvtool.tasks.longbench
+    filelock gguf jinja2 markdown_it numpy.ctypeslib prompt_toolkit.input.defaults prompt_toolkit.patch_stdout
+    prompt_toolkit.shortcuts pytest rich.live rich.progress rich.status rich.table
+    kvtool.api kvtool.build.kernels kvtool.build.wheel kvtool.config.opening kvtool.llama.sampler
+    kvtool.measure.statistics kvtool.models.hub kvtool.models.stored kvtool.policies.h2o
+    kvtool.policies.recall kvtool.serve.http.server kvtool.tasks.longbench
     kvtool.cli.chat.command kvtool.cli.chat.input kvtool.cli.chat.reply kvtool.cli.chat.terminal
     kvtool.cli.compare.command kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval.command kvtool.cli.explain
     kvtool.cli.generate kvtool.cli.inspect.command kvtool.cli.models kvtool.cli.perplexity

@@ -81,6 +81,31 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Parsed:
+    """What follows from a template's source alone. All copies of a template share it: parsing takes long."""
+
+    def __init__(self, environment: jinja2.Environment, source: str) -> None:
+        self._environment, self._source = environment, source
+
+    @cached_property
+    def syntax(self) -> jinja2.nodes.Template:
+        return self._environment.parse(self._source)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        # do not search `syntax`, because Jinja changes the tree that it searches: parse the source again
+        return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self._source)))
+
+    @cached_property
+    def thought_name(self) -> str | None:
+        """Name of the field with a message's thought; None if the template reads no such field."""
+        read = set(_fields_read(self.syntax))
+        # other variables, such as the parts of a content, may have fields of the same names
+        messages = {variable for variable, name in read if name == "role"}
+        names = {name for variable, name in read if variable in messages}
+        return next((name for name in _THOUGHT_NAMES if name in names), None)
+
+
 class Template:
     """Renders messages ({"role", "content"}) in the model's chat format. Raises TemplateError if it fails.
 
@@ -110,6 +135,7 @@ class Template:
         # Jinja's filter escapes HTML and sorts keys, and models were trained without that
         environment.filters["tojson"] = _to_json
         self._environment = environment
+        self._parsed = _Parsed(environment, source)
         try:
             self._template = environment.from_string(source)
         except Exception as error:
@@ -171,15 +197,14 @@ class Template:
         except ModelError:
             return tags_in(self.source)
 
-    @cached_property
+    @property
     def syntax(self) -> jinja2.nodes.Template:
-        return self._environment.parse(self.source)
+        return self._parsed.syntax
 
-    @cached_property
+    @property
     def reads(self) -> frozenset[str]:
         """Names of the variables that the template may read, including some that it sets itself."""
-        # do not search `syntax`, because Jinja changes the tree that it searches: parse the source again
-        return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
+        return self._parsed.reads
 
     def shielded(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with shields in its texts."""
@@ -208,27 +233,18 @@ class Template:
         tags = self.tags
         return tags.start in self.source or tags.end in self.source or tags != THINK
 
-    @cached_property
-    def _thought_name(self) -> str | None:
-        """Name of the field with a message's thought; None if the template reads no such field."""
-        read = set(_fields_read(self.syntax))
-        # other variables, such as the parts of a content, may have fields of the same names
-        messages = {variable for variable, name in read if name == "role"}
-        names = {name for variable, name in read if variable in messages}
-        return next((name for name in _THOUGHT_NAMES if name in names), None)
-
     @property
     def takes_thoughts(self) -> bool:
         """True if the template reads the thought of a message from a field of the message."""
-        return self._thought_name is not None
+        return self._parsed.thought_name is not None
 
     def _renamed(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the message with its thought in the field that the template reads, or without it."""
         thought = message.get("reasoning_content")
-        if thought is None or self._thought_name == "reasoning_content":
+        if thought is None or (name := self._parsed.thought_name) == "reasoning_content":
             return message
-        rest = {name: value for name, value in message.items() if name != "reasoning_content"}
-        return rest | ({self._thought_name: thought} if self._thought_name else {})
+        rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+        return rest | ({name: thought} if name else {})
 
     def _as_it_is(
         self, messages: list[dict[str, Any]], reply: bool = True, tools: list[Any] | None = None

@@ -146,7 +146,10 @@ def n_forgotten(engine: Engine) -> int:
 
     The time of the computation depends on the number of cells, not on the length of the stream.
     """
-    return engine.n_past - len(np.unique(_held(engine)[1])) - engine.n_archived
+    held = np.sort(_held(engine)[1])
+    # np.unique would import numpy.ma, which takes 20 ms
+    n_held = np.count_nonzero(held[1:] != held[:-1]) + bool(len(held))
+    return engine.n_past - int(n_held) - engine.n_archived
 
 
 def watch(

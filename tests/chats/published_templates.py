@@ -30,6 +30,9 @@ def templates() -> dict[str, str]:
                     file = archive.extractfile(member)
                     assert file
                     texts[path.stem] = file.read().decode()
+                elif texts and path.parent.name != "templates":
+                    # the templates stand together, and reading all of the archive takes two seconds
+                    break
     return texts
 
 

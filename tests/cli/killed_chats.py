@@ -1,12 +1,13 @@
-"""Kill a chat before each call that changes its files, in a separate run for each call.
+"""Kill a chat before each call that changes its files.
 
     python -m tests.cli.killed_chats MODEL FOLDER STEP h2o recall
 
 STEP: test every STEP-th call.
 
-Each run starts a child process. All children make the same turns, resets, retries, continuations and undoes.
-A child exits just before the call that its run tests. Then each chat that was saved before must be in the
-session file or in a file that was set aside. Another child must be able to continue the session.
+A child process makes turns, resets, retries, continuations and undoes, and copies its folder just before each
+tested call: a chat that is killed at the call leaves the folder in this state. In each copy, each chat that
+was saved before must be in the session file or in a file that was set aside. Another child must be able to
+continue the session.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.loaded.model import Model
 from kvtool.llama.sampler import Sampler
-from tests.serve.killed_turns import die_at_call, in_child, kill_at_each_call, main, whole_run
+from tests.serve.killed_turns import check_each_call, copy_at_calls, in_child, lived, main
 
 NAME = "chat.kvs"
 NAMES = re.compile(rf"{re.escape(NAME)}(\.\d+)?")
@@ -103,21 +104,21 @@ def turns(user):
     yield user.undo(2)
 
 
-def live(model, policy, folder, n_call):
-    """Take turns in a child process, which exits before its n_call-th call that changes a file.
+def live(model, policy, folder, step):
+    """Take turns in a child process, which copies its folder before every `step`-th call that changes a file.
 
-    Return (exit code, list). The list has one item per turn: the messages of each saved chat. If there are
-    fewer than n_call calls, one more item is the number of calls.
+    Return (exit code, values). The values are numbers of calls, and after each turn the messages of each
+    saved chat. The last value is the number of all calls.
     """
 
     def work(write):
         folder.mkdir(parents=True)
         chat, files = open_chat(model, policy, folder)
         user = User(chat, files)
-        n_left = die_at_call(n_call)
+        n_call = copy_at_calls(folder, step, write)
         for _ in turns(user):
             write([*user.saved.values()])
-        write(n_call - n_left[0])
+        write(n_call[0])
 
     return in_child(work)
 
@@ -162,22 +163,21 @@ def check(folder, before, after):
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a chat at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
-    model = Model(model_path)
-    start = partial(live, model, policy)
-    saved, n_call = whole_run(start, folder)
-    check(folder / "whole", saved[-1], [])
+    """Kill a chat at every `step`-th call. Return the number of all calls."""
+    model, place = Model(model_path), folder / "chats"
+    saved, calls, n_call = lived(partial(live, model, policy), place, step)
+    check(place, saved[-1], [])
 
-    def check_killed(place, replies):
-        n = len(replies)
-        check(place, replies[-1] if replies else [], saved[n] if n < len(saved) else [])
+    def check_killed(n):
+        check(place, saved[n - 1] if n else [], saved[n] if n < len(saved) else [])
         if (place / NAME).exists():
             messages = session.read_meta(place / NAME)["messages"]
             assert go_on(model, policy, place) == messages
         unfinished = [path.name for path in place.iterdir() if path.name.endswith((".part", ".next"))]
         assert not unfinished or not (place / NAME).exists(), unfinished
 
-    return kill_at_each_call(start, folder, step, saved, n_call, check_killed)
+    check_each_call(place, calls, check_killed)
+    return n_call
 
 
 if __name__ == "__main__":

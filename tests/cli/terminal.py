@@ -29,7 +29,7 @@ PROMPT = "\n> "
 class Terminal:
     """`kvtool chat` in a terminal.
 
-    The test's screen has 2,000 rows, many more than the program is told. Therefore no line scrolls off.
+    The test's screen has 600 rows, many more than the program is told. Therefore no line scrolls off.
 
     model: name or path; None for the default model.
     is_controlling: True to make this the controlling terminal. The process then gets a SIGHUP when the
@@ -41,7 +41,9 @@ class Terminal:
         self.model = model
         self.master, slave = pty.openpty()
         self.resize(columns, rows)
-        self._screen = pyte.Screen(columns, 2000)
+        self._screen = pyte.Screen(columns, 600)
+        # texts of the rows that have not changed since they were last asked for
+        self._rows = {}
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
         # number of characters of `text` that the test has already waited for
@@ -73,9 +75,14 @@ class Terminal:
         return "\n".join([*rows, self._row(cursor.y).ljust(cursor.x)[: cursor.x]])
 
     def _row(self, y):
-        # pyte's `display` would draw all rows of the screen
-        row = self._screen.buffer[y]
-        return "".join(row[x].data for x in range(max(row, default=-1) + 1))
+        for changed in self._screen.dirty:
+            self._rows.pop(changed, None)
+        self._screen.dirty.clear()
+        if y not in self._rows:
+            # pyte's `display` would draw all rows of the screen
+            row = self._screen.buffer[y]
+            self._rows[y] = "".join(row[x].data for x in range(max(row, default=-1) + 1))
+        return self._rows[y]
 
     @property
     def unread_text(self):

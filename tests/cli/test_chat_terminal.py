@@ -185,13 +185,18 @@ def test_save_to_the_session_of_a_running_chat_is_refused(terminal, chat_kv):
 CHANGES = ("/reset", "/system Be a pirate.", "/load {other}")
 
 
-@pytest.fixture
-def other_kv(terminal, tmp_path):
-    path = tmp_path / "other.kv"
-    chat = terminal("--session", path)
-    chat.say("other")
-    chat.leave()
+@pytest.fixture(scope="module")
+def other_turn(talker, tmp_path_factory):
+    """A session of one turn, of another chat than `four_turns`."""
+    path = tmp_path_factory.mktemp("session") / "other.kv"
+    with terminals(talker, *SMALL) as start:
+        start("--session", path).say("other")
     return path
+
+
+@pytest.fixture
+def other_kv(other_turn, tmp_path):
+    return shutil.copy(other_turn, tmp_path / "other.kv")
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -101,8 +101,8 @@ def test_help_lists_commands_in_order_and_typos_get_a_suggestion():
     assert kvtool("chatt").stderr == "kvtool: there is no command 'chatt'. Did you mean `kvtool chat`?\n"
 
 
-def test_answer_cut_by_n_is_reported(smol):
-    common = "-m", smol, "-t", 1, "--temp", 0
+def test_answer_cut_by_n_is_reported(talker):
+    common = "-m", talker, "-t", 1, "--temp", 0
     for command in (("generate", "hi"), ("generate", "hi", "--json"), ("chat",)):
         done = run_kvtool(*command, *common, "-n", 3, "--policy", "h2o", stdin="hi\n")
         assert (done.returncode, done.stderr) == (0, "stopped after 3 tokens (-n)\n")
@@ -252,8 +252,8 @@ def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_budget_beyond_the_context_is_reported_as_the_whole_context(smol, policy):
-    command = "generate", "hi", "-n", 1, "-t", 1, "-m", smol, "--policy", policy
+def test_budget_beyond_the_context_is_reported_as_the_whole_context(talker, policy):
+    command = "generate", "hi", "-n", 1, "-t", 1, "-m", talker, "--policy", policy
     done = kvtool(*command, "--budget", "1TiB")
     line = r"--budget 1TiB holds the whole context: the budget is [0-9,]+ of its 8,192 tokens\n"
     assert re.fullmatch(line, done.stderr)
@@ -305,19 +305,19 @@ def test_prefill_option_selects_stream_or_whole(default_talker, prefill):
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 
-def test_corm_works_without_a_budget(text_file, smollm2):
+def test_corm_works_without_a_budget(text_file, default_talker):
     means = []
     for history in (32, 40):
         options = ("--policy", "corm", "-o", f"history={history}", "--json")
-        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 120, *options).stdout)
+        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 400, *options).stdout)
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])
-    # `cells` is a mean over 90 rows. If rows differ, it is unlikely to be a whole number in both runs.
+    # `cells` is a mean over 4 rows. If rows differ, it is unlikely to be a whole number in both runs.
     assert any(mean % 1 for mean in means)
-    # At most 1.6 times the bytes of the cells are allocated. The model has 30 layers, each with K and V of 3
-    # heads with 64 numbers in f16.
-    assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
+    # At most 1.6 times the bytes of the cells are allocated. The model has 2 layers, each with K and V of 2
+    # heads with 32 numbers in f16.
+    assert result["kv_bytes"] < 1.6 * result["cells"] * 2 * 2 * 2 * 32 * 2
 
 
 def test_documented_example_policy_works_from_a_file(text_file, default_talker, tmp_path):
@@ -364,20 +364,18 @@ def test_cut_text_of_a_grammar_may_be_incomplete(talker, words, stdin):
 
 
 def test_endless_answer_is_cut_at_the_default_limit(talker):
-    options = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
+    options = ("-m", talker, "-c", 4096, "--policy", "local", "--budget", 128, "-t", 1, "--temp", 0)
+    options += ("--draft", "off", "-l", "2-inf")
     line = "stopped after 2,048 tokens; -n N changes the limit, and -n -1 removes it\n"
-    done = kvtool("generate", "Hello!", *options)
-    assert (done.returncode, done.stderr) == (0, line)
-    done = kvtool("chat", *options, stdin="Hello!\n")
-    assert done.returncode == 0
-    assert re.fullmatch(RECALL_LINE + re.escape(line), done.stderr)
+    for done in (kvtool("generate", "Hello!", *options), kvtool("chat", *options, stdin="Hello!\n")):
+        assert (done.returncode, done.stderr) == (0, line)
     # a user who has set the limit needs no advice about -n
     assert run_kvtool("generate", "Hello!", *options, "-n", 8).stderr == "stopped after 8 tokens (-n)\n"
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--windows", 4)], ids=["text", "json", "windows"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp_path, number, more):
+def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, talker, tmp_path, number, more):
     name = "windows" if "--windows" in more else "stream"
     plain = getattr(perplexity, name)
 
@@ -391,7 +389,7 @@ def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp
         return plain(engine, tokens, *before, stop)
 
     (tmp_path / "text.txt").write_text("A text of some words. " * 3)
-    command = "perplexity", tmp_path / "text.txt", "-m", smol, "-t", 1, "--policy", "h2o", "--budget", 8
+    command = "perplexity", tmp_path / "text.txt", "-m", talker, "-t", 1, "--policy", "h2o", "--budget", 8
     whole = json.loads(run_kvtool(*command, *more, "--json").stdout)
     assert whole["complete"] is True
     monkeypatch.setattr(perplexity, name, interrupted)
@@ -411,9 +409,9 @@ def test_interrupted_perplexity_prints_its_partial_result(monkeypatch, smol, tmp
 @pytest.mark.parametrize(
     ("command", "stdin"), [(["generate", "hi"], ""), (["generate", "hi", "--json"], ""), (["chat"], "hi\n")]
 )
-def test_an_empty_answer_is_explained(smol, command, stdin):
+def test_an_empty_answer_is_explained(talker, command, stdin):
     noun = "reply" if command == ["chat"] else "answer"
-    model_options = "-m", smol, "-t", 1, "-n", 4
+    model_options = "-m", talker, "-t", 1, "-n", 4
     for options, line in (
         (["--grammar", "root ::= "], f"the {noun} is empty: the grammar allows no text"),
         (["--grammar", 'root ::= "a" | ""', "--logit-bias", "2+99"], f"the model ended its {noun} at once"),

@@ -16,7 +16,7 @@ from kvtool import policies
 from kvtool.cli import app, config, settings
 from kvtool.errors import InputError, UsageError
 from kvtool.system.texts import check_file
-from tests.cli.in_process_command import assert_one_line
+from tests.cli.in_process_command import assert_one_line, run_kvtool
 from tests.cli.test_cli import kvtool
 
 ROOT = get_command(app)
@@ -97,9 +97,9 @@ def test_keys_that_policies_once_had_are_ignored(file, monkeypatch):
     file('budget = "10%"\n[policies]\nbudget = 3\nevict_every = 8\noption = ["stride=4"]\njson = true')
     monkeypatch.setenv("KVTOOL_OPTION", "sinks=1")
     assert effective("policies") == {"as_json": True}
-    (buzz,) = json.loads(kvtool("policies", "buzz").stdout)
+    (buzz,) = json.loads(run_kvtool("policies", "buzz").stdout)
     assert buzz["params"]["stride"] == policies.params(policies.load("buzz"))["stride"]
-    assert kvtool("config").returncode == 0
+    assert run_kvtool("config").returncode == 0
 
 
 def test_paths_may_begin_with_a_tilde(file, monkeypatch):
@@ -164,13 +164,13 @@ def test_model_name_with_dots_has_to_be_quoted(file, table, quoted):
         path = file(f"[models.{table}]\n{values}")
         for command in (("perplexity", path), ("config",), ("config", "perplexity"), ("models", "list")):
             assert_one_line(
-                kvtool(*command),
+                run_kvtool(*command),
                 2,
                 f"is not a command; if this is a model's name, quote it: [models.{quoted}]\n",
             )
         assert problems(f"{path}: [models.") == ['$EDITOR "$(kvtool config --path)"']
     file(f"[models.{quoted}]\ntemp = 0.5")
-    assert kvtool("config").returncode == 0
+    assert run_kvtool("config").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_model_name_with_dots_has_to_be_quoted(file, table, quoted):
 )
 def test_config_and_doctor_report_tables_of_unknown_models(file, name, hint):
     path = file(f'[models."{name}"]\njson = true\n')
-    done, report = kvtool("config", "--json"), kvtool("doctor", "--json").stderr
+    done, report = run_kvtool("config", "--json"), run_kvtool("doctor", "--json").stderr
     assert (done.returncode, done.stderr) == (0, report)
     if hint is None:
         assert not report
@@ -235,7 +235,7 @@ def test_short_names_set_options_in_the_file_and_in_variables(file, monkeypatch)
     for name, value in {"T": "3", "FA": "off", "GENERATE_C": "200", "GENERATE_N": "4", "CTK": "q8_0"}.items():
         monkeypatch.setenv(f"KVTOOL_{name}", value)
     assert effective("generate") == {"threads": 3, "flash": "off", "n_ctx": 200, "n": 4, "type_k": "q8_0"}
-    assert not kvtool("config").stderr
+    assert not run_kvtool("config").stderr
 
 
 def test_policy_parameters_apply_only_to_the_policy_set_with_them(file, monkeypatch):
@@ -256,7 +256,7 @@ def test_option_variables_differ_from_other_kvtool_variables():
 
 def test_typed_options_override_settings_and_settings_take_effect(file, tiny_model, monkeypatch):
     def fit(*arguments):
-        return json.loads(kvtool("models", "show", tiny_model(), *arguments).stdout)["fit_bytes"]
+        return json.loads(run_kvtool("models", "show", tiny_model(), *arguments).stdout)["fit_bytes"]
 
     file('[models.show]\njson = true\nfit = "1G"')
     assert (fit(), fit("--fit", "2G")) == (2**30, 2**31)
@@ -266,10 +266,10 @@ def test_typed_options_override_settings_and_settings_take_effect(file, tiny_mod
 
 def test_budget_from_a_setting_is_ignored_by_full(file, tmp_path):
     file("budget = 512")
-    assert_one_line(kvtool("perplexity", "missing.txt", "--policy", "full"), 5)
+    assert_one_line(run_kvtool("perplexity", "missing.txt", "--policy", "full"), 5)
     full = "chat", "-m", "no-such-model", "--policy", "full"
-    assert_one_line(kvtool(*full), 3, "unknown model")
-    assert_one_line(kvtool(*full, "--budget", 12), 2, "takes no --budget")
+    assert_one_line(run_kvtool(*full), 3, "unknown model")
+    assert_one_line(run_kvtool(*full, "--budget", 12), 2, "takes no --budget")
 
 
 def test_config_keys_of_other_commands_import_none_of_them(file):
@@ -314,12 +314,12 @@ def test_config_keys_of_other_commands_import_none_of_them(file):
     ],
 )
 def test_wrong_key_or_value_gets_one_line_with_file_and_key(file, text, words):
-    path, done = file(text), kvtool("chat")
+    path, done = file(text), run_kvtool("chat")
     assert_one_line(done, 2, words)
     assert done.stderr.startswith(f"kvtool: {path}")
     # kvtool config finds all errors that can be found without running a command
     if "n = 0" not in text and "size" not in text and "another" not in text:
-        assert kvtool("config").returncode == 2
+        assert run_kvtool("config").returncode == 2
     # help works with any settings
     assert kvtool("chat", "-h").returncode == 0
 
@@ -336,7 +336,7 @@ def test_wrong_key_or_value_gets_one_line_with_file_and_key(file, text, words):
 )
 def test_config_checks_the_tables_of_all_commands(file, text, words):
     file(text)
-    assert_one_line(kvtool("config"), 2, words)
+    assert_one_line(run_kvtool("config"), 2, words)
 
 
 @pytest.mark.parametrize(
@@ -350,20 +350,20 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
 def test_model_table_for_a_command_without_a_model_is_refused(file, table, command):
     path = file(f"[{table}]\njson = true")
     line = f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
-    assert_one_line(kvtool("config", "--json"), 2, line)
+    assert_one_line(run_kvtool("config", "--json"), 2, line)
     with pytest.raises(UsageError, match="never applies"):
         effective(command)
 
 
 def test_error_names_the_variable_that_set_the_value(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
-    assert_one_line(kvtool("chat"), 2, "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n")
+    assert_one_line(run_kvtool("chat"), 2, "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n")
 
 
 def test_error_names_the_setting_of_an_option_that_was_not_typed(file):
     path = file("[chat]\nevict-every = 16")
     line = f"(--evict-every is set by {path}: [chat] evict-every)"
-    assert_one_line(kvtool("chat", "--budget", 8), 2, line)
+    assert_one_line(run_kvtool("chat", "--budget", 8), 2, line)
 
 
 def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, tmp_path):
@@ -373,23 +373,23 @@ def test_error_about_a_model_names_the_setting_that_chose_it(file, monkeypatch, 
     for command in (("generate", "hi"), ("chat",), ("perplexity", path), ("bench",), ("serve",)):
         assert_one_line(kvtool(*command), 3, line + of_file)
     monkeypatch.setenv("KVTOOL_MODEL", "nope")
-    assert_one_line(kvtool("generate", "hi"), 3, f"{line} (--model is set by $KVTOOL_MODEL)\n")
+    assert_one_line(run_kvtool("generate", "hi"), 3, f"{line} (--model is set by $KVTOOL_MODEL)\n")
     (tmp_path / "empty.gguf").touch()
     monkeypatch.setenv("KVTOOL_MODEL", str(tmp_path / "empty.gguf"))
     assert_one_line(
-        kvtool("generate", "hi"),
+        run_kvtool("generate", "hi"),
         3,
         "empty.gguf is empty; download it again (--model is set by $KVTOOL_MODEL)\n",
     )
     # if the model was typed, the error names no setting
     monkeypatch.setenv("KVTOOL_MODEL", "nope")
     for command in (("generate", "hi", "-m", "nope"), ("chat", "nope")):
-        assert_one_line(kvtool(*command), 3, f"{line}\n")
+        assert_one_line(run_kvtool(*command), 3, f"{line}\n")
 
 
 def test_values_have_the_same_types_from_the_file_and_from_variables(file, monkeypatch):
     def values(*words):
-        rows = json.loads(kvtool("config", *words, "--json").stdout)["settings"]
+        rows = json.loads(run_kvtool("config", *words, "--json").stdout)["settings"]
         return {row["option"]: row["value"] for row in rows if row["source"] != "default"}
 
     same = {
@@ -418,8 +418,8 @@ def test_values_have_the_same_types_from_the_file_and_from_variables(file, monke
 )
 def test_value_of_the_file_is_refused_with_the_words_that_the_option_accepts(file, text, words):
     path = file(text)
-    assert_one_line(kvtool("config"), 2, f"{path}: {words}")
-    assert_one_line(kvtool("chat", "-m", "nope"), 2, f"--{words} (--{text.split()[0]} is set by {path}: ")
+    assert_one_line(run_kvtool("config"), 2, f"{path}: {words}")
+    assert_one_line(run_kvtool("chat", "-m", "nope"), 2, f"--{words} (--{text.split()[0]} is set by {path}: ")
 
 
 def test_settings_that_no_policy_can_run_with_are_refused(file, monkeypatch):
@@ -427,7 +427,7 @@ def test_settings_that_no_policy_can_run_with_are_refused(file, monkeypatch):
 
     def refused(line, remedies):
         for command in (("config",), ("config", "chat"), ("config", "perplexity")):
-            assert_one_line(kvtool(*command), 2, line)
+            assert_one_line(run_kvtool(*command), 2, line)
         assert problems(line) == remedies
 
     path = file('option = ["window"]')
@@ -439,7 +439,7 @@ def test_settings_that_no_policy_can_run_with_are_refused(file, monkeypatch):
     refused(f"{line}(--policy is set by {path}: policy; --budget is set by {path}: budget)", edit)
     # a table of a model is checked as well
     file('[models."smollm2-135m"]\npolicy = "h2o"\n[models."smollm2-135m".chat]\nbudget = 1')
-    assert_one_line(kvtool("config"), 2, line)
+    assert_one_line(run_kvtool("config"), 2, line)
     file("")
     monkeypatch.setenv("KVTOOL_OPTION", "window")
     refused("-o takes name=value, got 'window' (--option is set by $KVTOOL_OPTION)", ["unset KVTOOL_OPTION"])
@@ -449,21 +449,21 @@ def test_settings_that_no_policy_can_run_with_are_refused(file, monkeypatch):
     # a size in bytes or a share depends on the model, and `full` takes no budget
     for budget in ("1KiB", "0.001%"):
         monkeypatch.setenv("KVTOOL_BUDGET", budget)
-        assert kvtool("config").returncode == 0
+        assert run_kvtool("config").returncode == 0
     monkeypatch.setenv("KVTOOL_BUDGET", "0")
     monkeypatch.setenv("KVTOOL_POLICY", "full")
-    assert kvtool("config").returncode == 0
+    assert run_kvtool("config").returncode == 0
 
 
 def test_models_show_uses_the_model_of_a_setting(file, monkeypatch):
     for text in ('model = "nope"', 'm = "nope"', '[models.show]\nmodel = "nope"'):
         path = file(text)
-        assert_one_line(kvtool("models", "show"), 3, "unknown model 'nope' (and no such file). See")
-        (row,) = json.loads(kvtool("config", "models", "show", "--json").stdout)["settings"][:1]
+        assert_one_line(run_kvtool("models", "show"), 3, "unknown model 'nope' (and no such file). See")
+        (row,) = json.loads(run_kvtool("config", "models", "show", "--json").stdout)["settings"][:1]
         assert (row["option"], row["value"], row["source"].startswith(f"{path}: ")) == ("model", "nope", True)
     monkeypatch.setenv("KVTOOL_M", "other")
-    assert_one_line(kvtool("models", "show"), 3, "unknown model 'other'")
-    assert_one_line(kvtool("models", "show", "typed"), 3, "unknown model 'typed'")
+    assert_one_line(run_kvtool("models", "show"), 3, "unknown model 'other'")
+    assert_one_line(run_kvtool("models", "show", "typed"), 3, "unknown model 'typed'")
 
 
 def test_config_file_named_by_the_variable_must_exist(file, monkeypatch, tmp_path):
@@ -494,7 +494,7 @@ def test_config_shows_each_setting_and_its_source(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_BUDGTE", "4")
     # `kvtool config` ignores this variable for its own -m
     monkeypatch.setenv("KVTOOL_MODEL", "hf:a/other")
-    done = kvtool("config", "--json")
+    done = run_kvtool("config", "--json")
     rows = json.loads(done.stdout)["settings"]
     assert {"command": "all", "option": "--budget", "value": "512", "source": f"{path}: budget"} in rows
     assert {"command": "all", "option": "--model", "value": "hf:a/other", "source": "$KVTOOL_MODEL"} in rows
@@ -521,7 +521,7 @@ def test_every_command_reports_unknown_variables(file, monkeypatch, name, instea
     monkeypatch.setenv("KVTOOL_JSON", "true")
     monkeypatch.setenv("KVTOOL_SERVE_PORT", "8000")
     for command in (["models", "list"], ["config"], ["config", "chat"]):
-        done = kvtool(*command)
+        done = run_kvtool(*command)
         assert done.returncode == 0
         assert done.stderr == f"kvtool: ${name} does not belong to an option.{instead}\n"
     assert not kvtool("chat", "-h").stderr
@@ -555,7 +555,7 @@ def test_config_and_doctor_refuse_the_values_that_a_command_refuses(file, monkey
 
     def refusal(source):
         for command in (("config",), ("config", "serve")):
-            done = kvtool(*command)
+            done = run_kvtool(*command)
             assert_one_line(done, exit_code, words)
             assert done.stderr.startswith(f"kvtool: {source}")
         # without the model, `serve` cannot come to these options
@@ -598,14 +598,14 @@ def test_config_checks_options_of_other_commands(file, monkeypatch, command, nam
     monkeypatch.setenv(variable, value)
     assert problems(f"${variable}") == ([f"unset {variable}"] if words else [])
     for arguments in (("config",), ("config", *command.split("_"))):
-        done = kvtool(*arguments)
+        done = run_kvtool(*arguments)
         assert (done.returncode == 0) == (words is None)
         assert words is None or words in done.stderr
 
 
 def test_argument_that_names_a_model_replaces_the_model_of_a_setting(file, tmp_path):
     file('model = "banana"')
-    assert_one_line(kvtool("chat", tmp_path / "none.gguf"), 3, f"there is no file {tmp_path}/none.gguf\n")
+    assert_one_line(run_kvtool("chat", tmp_path / "none.gguf"), 3, f"there is no file {tmp_path}/none.gguf\n")
 
 
 def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypatch):
@@ -613,7 +613,7 @@ def test_doctor_lists_all_mistakes_of_the_file_and_the_variables(file, monkeypat
         'parallel = "x"\nqueue = 0\n[banana]\n[models.a.generate]\ntop-p = 7\n[serve]\nprot = 1\nport = -1'
     )
     monkeypatch.setenv("KVTOOL_POLICY", "banana")
-    problems = [problem["wrong"] for problem in json.loads(kvtool("doctor", "--json").stdout)["problems"]]
+    problems = [problem["wrong"] for problem in json.loads(run_kvtool("doctor", "--json").stdout)["problems"]]
     starts = (
         f"{path}: parallel must be a whole number, got 'x'",
         f"{path}: queue must be at least 1, got 0",
@@ -642,8 +642,8 @@ def test_pipe_is_not_read_while_options_are_checked(tmp_path):
 def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeypatch):
     for text, words in (("budget =", " is not TOML"), ("[doctor]\njson = 5", ": [doctor] json: '5' is not")):
         path = file(text)
-        assert_one_line(kvtool("config"), 2, f"{path}{words}")
-        done = kvtool("config", "--path")
+        assert_one_line(run_kvtool("config"), 2, f"{path}{words}")
+        done = run_kvtool("config", "--path")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{path}\n", "")
         assert problems(f"{path}{words}") == ['$EDITOR "$(kvtool config --path)"']
     # doctor checks the options of all commands
@@ -657,7 +657,7 @@ def test_commands_that_help_to_repair_settings_run_with_wrong_ones(file, monkeyp
 
 def problems(words):
     """Return doctor's remedies for wrong settings. Check that each of these problems begins with `words`."""
-    done = kvtool("doctor", "--json")
+    done = run_kvtool("doctor", "--json")
     problems = [
         problem
         for problem in json.loads(done.stdout)["problems"]
@@ -672,7 +672,7 @@ def test_config_shows_the_settings_of_one_command(file):
     path = file(FILE)
 
     def of(*arguments):
-        rows = json.loads(kvtool("config", *arguments, "--json").stdout)["settings"]
+        rows = json.loads(run_kvtool("config", *arguments, "--json").stdout)["settings"]
         return {row["option"]: (row["value"], row["source"]) for row in rows}
 
     settings = of("chat")
@@ -680,7 +680,7 @@ def test_config_shows_the_settings_of_one_command(file):
     assert settings["--top-k"] == (40, "default")
     assert settings["--option"] == (["window=64"], f"{path}: [chat] option")
     assert of("chat", "-m", "other")["--temp"] == (0.75, f"{path}: [models.other] temp")
-    assert kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
+    assert run_kvtool("config", "chta").stderr == "kvtool: there is no command 'chta'. Did you mean chat?\n"
 
 
 def test_the_documented_example_runs_and_an_error_names_the_setting(file):
@@ -690,7 +690,7 @@ def test_the_documented_example_runs_and_an_error_names_the_setting(file):
     policies.spec(settings_of_chat["policy"], None, settings_of_chat["options"])
     file('[chat]\noption = ["window=64"]')
     words = rf"no parameter 'window' \(-o\); its .* \(--option is set by {path}: \[chat\] option\)"
-    done = kvtool("chat", "-m", "nope")
+    done = run_kvtool("chat", "-m", "nope")
     assert done.returncode == 2
     assert re.search(words, done.stderr)
 
@@ -705,11 +705,11 @@ def test_session_options_override_settings_and_typed_options_override_both(file,
         with session_path.open("rb") as data:
             return json.loads([data.readline(), data.readline()][1])["options"]
 
-    assert kvtool("chat", "--session", session_path, stdin="Hello.\n").returncode == 0
+    assert run_kvtool("chat", "--session", session_path, stdin="Hello.\n").returncode == 0
     assert (saved()["budget"], saved()["temp"]) == ("300", 0.5)
     file("budget = 400\ntemp = 0.75\nthreads = 1\nn = 2")
     monkeypatch.setenv("KVTOOL_TOP_K", "7")
-    done = kvtool("chat", "--session", session_path, "--min-p", 0.25, stdin="Hello.\n")
+    done = run_kvtool("chat", "--session", session_path, "--min-p", 0.25, stdin="Hello.\n")
     assert done.returncode == 0, done.stderr
     now = saved()
     assert (now["budget"], now["temp"], now["top_k"], now["min_p"]) == ("300", 0.5, 40, 0.25)

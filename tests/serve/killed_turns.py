@@ -1,11 +1,11 @@
-"""Kill a server just before a call that changes its folder of chats. Test each such call in a separate run.
+"""Kill a server just before a call that changes its folder of chats. Test each such call.
 
     python -m tests.serve.killed_turns MODEL FOLDER STEP h2o recall
 
-STEP: 1 tests every call, 4 tests every fourth call. In each run, a child process takes the same turns, and
-exits just before the tested call. Another child then continues the newest turns. Turns that were finished
-before the call must be in the cache as a whole, and the next reply must be the same as if the server had not
-been killed.
+STEP: 1 tests every call, 4 tests every fourth call. A child process takes turns, and copies its folder just
+before each tested call: a server that is killed at the call leaves the folder in this state. For each copy,
+another child continues the newest turns. Turns that were finished before the call must be in the cache as a
+whole, and the next reply must be the same as if the server had not been killed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +34,6 @@ from tests.serve.slot_requests import slot_of
 
 CALLS = ("replace", "link", "unlink", "fsync")
 KILLED = 9
-NEVER = 10**9
 
 
 class SlotServer:
@@ -135,18 +134,63 @@ def die_at_call(n_call):
     return n_left
 
 
-def live(model, policy, folder, n_call, n_turn=None):
-    """Take turns until the n_call-th call that changes the folder. Return (exit code, finished turns).
+def copies_of(folder):
+    """Return the folder of the copies that `copy_at_calls` and `copy` make."""
+    return folder.with_name(f"{folder.name}-copies")
 
-    If all turns together make fewer than n_call calls, the number of calls follows the last turn.
-    n_turn: maximum number of turns.
+
+def copy(folder, name):
+    """Copy a folder, with its hard links and times."""
+    place = copies_of(folder) / name
+    place.parent.mkdir(exist_ok=True)
+    if folder.exists():
+        subprocess.run(["cp", "-a", folder, place], check=True)
+    else:
+        place.mkdir()
+
+
+def restore(folder, name):
+    """Replace a folder by its copy."""
+    shutil.rmtree(folder)
+    (copies_of(folder) / name).rename(folder)
+
+
+def copy_at_calls(folder, step, write):
+    """Copy a folder just before every `step`-th call of any function in CALLS.
+
+    The copy has the call's number as its name. write(number) is called after the copy. Return a list. Its
+    only item is the number of calls so far. step: None to copy nothing.
+    """
+    n_call = [0]
+
+    def copying(call):
+        def counted(*args, **kwargs):
+            if step and n_call[0] % step == 0:
+                copy(folder, f"call-{n_call[0]}")
+                write(n_call[0])
+            n_call[0] += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in CALLS:
+        setattr(os, name, copying(getattr(os, name)))
+    return n_call
+
+
+def live(model, policy, folder, step):
+    """Take all turns, and copy the folder at calls and after each turn.
+
+    Return (exit code, values). The values are numbers of calls and finished turns, in the order of time. The
+    last value is the number of all calls.
     """
 
     def work(write):
-        n_left = die_at_call(n_call)
-        for messages, n in islice(turns(SlotServer(model, policy, folder)), n_turn):
+        n_call = copy_at_calls(folder, step, write)
+        for i, (messages, n) in enumerate(turns(SlotServer(model, policy, folder))):
             write({"messages": messages, "n": n})
-        write(n_call - n_left[0])
+            copy(folder, f"turn-{i}")
+        write(n_call[0])
 
     return in_child(work)
 
@@ -178,60 +222,59 @@ def go_on(model, policy, folder, finished):
     return answers
 
 
-def whole_run(live, folder):
-    """Return (results, number of calls) of a run that is not killed. live: see `kill_at_each_call`."""
-    # the first process may also write compiled kernels, so its calls are not counted
-    live(folder / "first", NEVER)
-    code, results = live(folder / "whole", NEVER)
-    assert code == 0
-    n_call = results.pop()
-    return results, n_call
+def lived(live, folder, step):
+    """Return (results of turns, [(number of a call, number of turns before it), ...], number of all calls).
 
-
-def kill_at_each_call(live, folder, step, whole, n_call, check):
-    """Kill a run at every `step`-th of its n_call calls, each in a new folder. Return n_call.
-
-    live(folder, n): run until the n-th call. Return (exit code, list of results).
-    whole: results of a whole run.
-    check(folder, results): check the folder of a run that was killed after these results.
+    live(folder, step): see `live`. The results are the values that are no numbers.
     """
-    for n in range(1, n_call + 1, step):
-        place = folder / f"killed-{n}"
-        code, results = live(place, n)
+    # the first process may also write compiled kernels, so its calls are not counted
+    live(folder.with_name("first"), None)
+    code, (*values, n_call) = live(folder, step)
+    assert code == 0
+    results, calls = [], []
+    for value in values:
+        if isinstance(value, int):
+            calls.append((value, len(results)))
+        else:
+            results.append(value)
+    return results, calls, n_call
+
+
+def check_each_call(folder, calls, check):
+    """Check the state of a folder at each call. calls: see `lived`.
+
+    check(number of turns): check the folder of a run that was killed after this number of turns.
+    """
+    for n, n_turn in calls:
+        restore(folder, f"call-{n}")
         try:
-            assert code == KILLED
-            assert results == whole[: len(results)]
-            check(place, results)
+            check(n_turn)
         except AssertionError as error:
             raise AssertionError(f"call {n}: {error}") from error
-        shutil.rmtree(place)
-    return n_call
 
 
 def run(model_path, folder, policy, step=1):
-    """Kill a server at every `step`-th call, each in a new run. Return the number of calls of a whole run."""
-    model = Model(model_path)
-    start = partial(live, model, policy)
-    finished, n_call = whole_run(start, folder)
+    """Kill a server at every `step`-th call. Return the number of all calls."""
+    model, place = Model(model_path), folder / "chats"
+    finished, calls, n_call = lived(partial(live, model, policy), place, step)
     expected = []
     for i, turn in enumerate(finished):
         # Get the expected reply from a server that has not read later turns: after rewinding from a later
         # turn, the cache may hold other tokens, and the reply may differ.
-        place = folder / f"turn-{i}"
-        start(place, NEVER, i + 1)
+        restore(place, f"turn-{i}")
         expected += go_on(model, policy, place, [turn])
 
-    def check(place, turns):
+    def check(n_turn):
         # Check the two newest finished turns: older ones may have been deleted to free space. Also check the
         # turn that was being stored, which may be incomplete.
-        first, end = max(len(turns) - 2, 0), len(turns) + 1
+        first, end = max(n_turn - 2, 0), n_turn + 1
         answers = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(answers, first):
             turn, (expected_reply, _) = finished[i], expected[i]
             # n_cached exceeds the turn's tokens if the new question begins with the same tokens as an earlier
             # question in the cache, and the cache can be rewound to the end of these tokens
             if n_cached < turn["n"]:
-                assert i == len(turns), f"{n_cached} of {turn['n']} tokens were stored"
+                assert i == n_turn, f"{n_cached} of {turn['n']} tokens were stored"
             else:
                 assert reply == expected_reply, f"{reply!r} instead of {expected_reply!r}"
         names = {path.name for path in place.iterdir()}
@@ -239,7 +282,8 @@ def run(model_path, folder, policy, step=1):
         unfinished = [name for name in names if name.endswith(".part") or f"{name}.next" in names]
         assert not unfinished, unfinished
 
-    return kill_at_each_call(start, folder, step, finished, n_call, check)
+    check_each_call(place, calls, check)
+    return n_call
 
 
 def main(run):

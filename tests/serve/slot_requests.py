@@ -108,7 +108,7 @@ def slot_of(engine, renderings, chats, batcher=None):
 def dictated_slot(model, source, folder, policy="full", budget=64, **defaults):
     """Open a slot for a model and a chat template (its source text). Yield the DictatedSlot."""
     recall = ["search=all"] if policy == "recall" else []
-    fitted = policies.fit(policy, 2048 if policy == "full" else budget, None, recall)
+    fitted = policies.fit(policy, 4096 if policy == "full" else budget, None, recall)
     with closing(Engine(model, fitted, Settings(n_batch=32, n_threads=1))) as engine:
         renderings = Renderings(model, Template(source, "", "", model.markers))
         with closing(ChatStore(folder, 10**9, {})) as chats:

@@ -40,9 +40,9 @@ def server(talker, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def real_server(smol):
+def real_server(smol_whole):
     """A server whose model has real tokens and a real template. The model of `server` writes letters."""
-    with start_server(smol, *H2O) as server:
+    with start_server(smol_whole, *H2O) as server:
         yield server
 
 
@@ -133,11 +133,11 @@ def test_seed_logprobs_and_logit_bias_work(real_server, real_client):
     assert other.choices[0].logprobs.content[0].token != listed[0].token
 
 
-def test_completions_equal_generate_raw(real_client, smol):
+def test_completions_equal_generate_raw(real_client, smol_whole):
     prompt = "The capital of France is"
     answer = real_client.completions.create(model="any", prompt=prompt, max_tokens=3, logprobs=1)
     done = fork_server.run(
-        [sys.executable, "-m", "kvtool", "generate", "--raw", "-m", str(smol), "-p", prompt, *GREEDY],
+        [sys.executable, "-m", "kvtool", "generate", "--raw", "-m", str(smol_whole), "-p", prompt, *GREEDY],
         check=True,
     )
     assert answer.choices[0].text.strip() == done.stdout.strip() != ""
@@ -269,9 +269,9 @@ def test_tool_is_called_and_its_result_is_read(real_client):
     assert after.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
 
 
-def test_long_system_prompt_is_read_once(smol, tmp_path, connect):
+def test_long_system_prompt_is_read_once(smol_whole, tmp_path, connect):
     system = message("system", "You know the river. " * 90)
-    with start_server(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
+    with start_server(smol_whole, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
         client = connect(f"{server.url}/v1")
         ask(client, [message("user", "My secret is a lighthouse.")])
         first = ask(client, [system, message("user", "What is deep?")])

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from kvtool.engine.checkpoints import SPACING
 from tests import tiny_kinds
+from tests.serve import subprocess_server
 from tests.serve.http_requests import ask, message
-from tests.serve.subprocess_server import start_server
 
 pytestmark = pytest.mark.engine
 
 RECALL = ("--policy", "recall", "--budget", "96", "-o", "search=all", "--archive-type", "f16")
 FULL = ("--policy", "full")
-N_BATCH = 128
-LONG = "The tide comes and goes, and someone counts the waves. " * 60
+N_BATCH = 32
+SPACING = 256
+"""Spacing of checkpoints in these servers. It is smaller than usual, so that short chats have several."""
+
+LONG = "The tide comes and goes, and someone counts the waves. " * 15
+
+PROGRAM = f"""
+from kvtool.engine import checkpoints
+from kvtool.__main__ import main
+
+checkpoints.SPACING = {SPACING}
+main()
+"""
+start_server = partial(subprocess_server.start_server, program=PROGRAM)
 
 
 @pytest.fixture(scope="module", params=[RECALL, FULL], ids=["recall", "full"])

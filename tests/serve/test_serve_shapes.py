@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from string import ascii_letters
 
 import jsonschema
 import pytest
@@ -193,7 +194,7 @@ def test_answer_fits_format_fields_of_llama_server(ask, fields, fits):
         assert re.fullmatch(fits, ask(seed, **fields)["message"]["content"])
 
 
-PATTERNS = [tool(f"tool_{n}", with_required(x={"type": "integer"})) for n in range(29)]
+PATTERNS = [tool(f"tool_{letter}", with_required(x={"type": "integer"})) for letter in ascii_letters[:29]]
 PATTERNS.append(tool("last", with_required(x={"type": "string", "pattern": r'^"\d{3}"$'})))
 
 

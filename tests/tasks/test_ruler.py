@@ -64,8 +64,8 @@ KINDS = ("noun", "adjective", "verb")
 
 
 @pytest.fixture(scope="module")
-def model(smol):
-    with closing(Model(smol)) as model:
+def model(smol_whole):
+    with closing(Model(smol_whole)) as model:
         yield model
 
 

@@ -718,9 +718,9 @@ def test_eval_without_arguments_lists_the_tasks():
     assert ["digits", "Number of digits of the key. [default: 5]"] in lines
 
 
-@pytest.mark.parametrize(("policy", "expected"), [(("full",), 1), (("local", "--budget", "128"), 0)])
+@pytest.mark.parametrize(("policy", "expected"), [(("full",), 1), (("local", "--budget", "64"), 0)])
 def test_real_model_finds_the_passkey_only_if_it_is_held(smollm2, share_of, policy, expected):
-    lengths = f"lengths={share_of(300, 512)}"
+    lengths = f"lengths={share_of(160, 512)}"
     done = run_kvtool(
         *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),
         *("--set", "depths=0.3", "--set", "repeats=1", "--json"),

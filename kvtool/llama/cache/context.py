@@ -122,7 +122,9 @@ class Context(Decoder):
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
-        layers, self._layer = np.unique(self.row_layers, return_inverse=True)
+        # without np.unique, which imports numpy.ma: that takes longer than all of this constructor
+        layers = sorted(set(self.row_layers.tolist()))
+        self._layer = np.searchsorted(layers, self.row_layers)
         n_layer = len(layers)
         self.fixed_state = FixedState.of(self)
         self.queries = Queries(self, self._n_query, self.n_row, self.n_head) if n_future else None
