@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kvtool import policies
+from kvtool.chats.archive_file import archive_path
 from kvtool.chats.prompt import template_of
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
@@ -207,9 +208,13 @@ def go_on(model, policy, folder, finished):
         load = chats.load
 
         def whole(snapshot):
+            # a server deletes a chat's archive first: this one was killed before it deleted the session
+            is_deleted = policy == "recall" and not archive_path(snapshot.path).exists()
             try:
                 return load(snapshot)
             except SessionError as error:
+                if is_deleted:
+                    raise
                 raise AssertionError(f"damaged: {error}") from None
 
         chats.load = whole

@@ -74,6 +74,9 @@ NO_FLASH = ("plm",)
 WRONG_SHIFT = ("deepseek2-ocr",)
 """Architectures whose keys llama.cpp shifts by another kind of RoPE than the one in their graph."""
 
+WRONG_OUTPUT = ("cogvlm",)
+"""Architectures for which llama.cpp gives the logits of another token if a batch has several tokens."""
+
 EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1}
 N_BATCH = 32
 
@@ -171,7 +174,7 @@ def alike(path: Path) -> str:
         # with several positions a token (M-RoPE), llama.cpp aborts if it is asked to move tokens
         if model.layers.of(Kind.SLIDING) or model.layers.of(Kind.RECURRENT) or model.layers.rope:
             return "-"
-    if read(path).architecture in WRONG_SHIFT:
+    if read(path).architecture in WRONG_SHIFT + WRONG_OUTPUT:
         return "-"
     n, n_first, n_gone, n_more = 60, 8, 32, 20
 
@@ -293,16 +296,17 @@ def exact(path: Path) -> str:
 
 
 def recalled(path: Path) -> str:
-    info = read(path)
-    if not info.layers.has_values:
+    if read(path).architecture in WRONG_OUTPUT:
         return "-"
     # beyond half of the trained context, the search limits the distances to archived tokens
-    n = min(200, info.n_ctx_train // 2)
+    n = min(200, read(path).n_ctx_train // 2)
     fits = ("full", n), ("recall", 64, 8, ["search=all"]), ("streamingllm", 64, 8)
     logits = []
     for policy in (policies.fit(*fit) for fit in fits):
         try:
             with open_engine(path, policy, prefill="stream", archive_type="f32", **EXACT) as engine:
+                if not engine.model.layers.has_values:
+                    return "-"
                 engine.read(random_tokens(n, n_vocab=engine.model.n_vocab))
                 logits.append(engine.context.logits()[-1].copy())
         except UsageError:
@@ -310,7 +314,7 @@ def recalled(path: Path) -> str:
     expected, actual, forgotten = logits
     if np.abs(forgotten - expected).max() < 20 * np.abs(actual - expected).max():
         return "FAILS (no closer than without the archive)"
-    return _same(actual, expected)
+    return _same(actual, expected, ROUNDING)
 
 
 def saved(path: Path) -> str:
