@@ -120,7 +120,7 @@ class Fuzz:
         params.n_draft = self.one_of(0, 3, 3, 8)
         params.n_future = self.one_of(0, 0, 1, 30)
         params.logn, params.ragged = self.maybe(0.2), ragged
-        if not ragged and self.maybe(0.8):
+        if not (ragged or params.logn) and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
             if self.maybe(0.6):
@@ -137,6 +137,7 @@ class Fuzz:
             if params.n_recall:
                 bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_exact", -1)]
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
+                bad += [("logn", True)]
                 # blocks of these types have 256 numbers, which is more than a head has
                 bad += [("type_k", 12), ("type_v", 16)]
                 bad += [("n_synthetic", -1), ("n_synthetic", LARGEST), ("n_exact", -(2**31))]
