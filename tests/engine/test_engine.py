@@ -832,7 +832,7 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
     path, tokens = tiny_model(n_head_kv=n_head_kv), random_tokens(160, seed=2)
     policy = Merging(48, evict_every)
     options = {"budget": 48, "slack": evict_every, "positions": positions}
-    run = partial(transformer.run, transformer.Llama(path), tokens, **options)
+    run = partial(transformer.run, transformer.load(path), tokens, **options)
     expected = run(keep=keep_and_merge)
     without = run(keep=lambda *args, **kwargs: keep_and_merge(*args, **kwargs)[0])
     with open_engine(path, policy, positions=positions) as engine:
