@@ -10,6 +10,8 @@ from functools import cache
 import gguf
 import numpy as np
 
+from tests.tiny import Reader
+
 ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
 FEED_FORWARD = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 
@@ -32,7 +34,7 @@ class Llama:
     has_values = True
 
     def __init__(self, path):
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path)
         arch = reader.fields["general.architecture"].contents()
 
         def number(key, default=None):
@@ -460,7 +462,7 @@ KINDS = {
 @cache
 def load(path):
     """Load the model of a GGUF with the class of its architecture. Each file is read once."""
-    return KINDS[gguf.GGUFReader(path).fields["general.architecture"].contents()](path)
+    return KINDS[Reader(path).fields["general.architecture"].contents()](path)
 
 
 def linear(layer, name, x):
