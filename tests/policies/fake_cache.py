@@ -126,7 +126,7 @@ class Cache:
             ]
             cell_of = {pos: cell for cell, pos in enumerate(self.pos[number, : self.live[number]].tolist())}
             # for each cell and query: the attention of each head
-            heads = attention[number].T.tolist()
+            heads = np.ascontiguousarray(attention[number].T)
             mass = attention[number].sum(axis=(0, 1)).tolist()
             last = attention[number, :, -1].sum(axis=0).tolist()
             if looks_ahead:
@@ -139,7 +139,7 @@ class Cache:
                 if looks_ahead:
                     token["future"], token["value_norm"] = future[cell], norms[cell]
                 first = max(token["pos"] - begin, 0)
-                token["seen"] += zip(n_seen[first:], heads[cell][first:], strict=True)
+                token["seen"] += zip(n_seen[first:], heads[cell, first:].tolist(), strict=True)
 
     def shuffle(self):
         """Shuffle the cells of every row, and their signals. New cells stay behind old cells."""
