@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -23,6 +24,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # pytest-xdist sets COLUMNS and LINES, but tests of terminals set their own sizes
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+# with Python's threshold of 700 objects, the search for garbage would take up to a quarter of the time
+gc.set_threshold(20_000, 20, 20)
 
 import pytest  # noqa: E402
 from filelock import FileLock  # noqa: E402

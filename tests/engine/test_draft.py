@@ -72,7 +72,7 @@ def same_with_drafts(path, name, tokens):
 
 @pytest.mark.parametrize("name", policies.names())
 def test_drafts_do_not_change_rows_logits_or_signals(tiny_model, name):
-    n = 150 if name == "full" else 300
+    n = 150 if name == "full" else 240
     tokens = distinct_tokens(n, n_vocab=400) if name == "knorm" else random_tokens(n)
     same_with_drafts(tiny_model(n_ctx_train=200, n_vocab=400), name, tokens)
 
@@ -82,7 +82,7 @@ def test_drafts_do_not_change_rows_logits_or_signals(tiny_model, name):
 def test_drafts_do_not_change_results_in_any_kind_of_model(tiny_model, arch, name):
     if (arch, name) in REFUSED:
         pytest.skip("refused")
-    same_with_drafts(tiny_model(arch=arch, n_ctx_train=200), name, random_tokens(250))
+    same_with_drafts(tiny_model(arch=arch, n_ctx_train=130), name, random_tokens(170))
 
 
 def test_drafts_attend_to_the_archive_like_single_tokens(tiny_model, monkeypatch):

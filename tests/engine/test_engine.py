@@ -571,7 +571,7 @@ def test_pinning_more_tokens_than_evictions_keep_is_refused(tiny_model):
 @pytest.mark.parametrize("name", UNIFORM)
 def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, positions):
     rng = np.random.default_rng(5)
-    tokens, begin, longest = random_tokens(600), 0, 0
+    tokens, begin, longest = random_tokens(300), 0, 0
     with open_engine(
         tiny_model(), policies.fit(name, 48, 8), positions=positions, over_budget=over_budget
     ) as engine:
@@ -584,8 +584,8 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
             begin += n
             assert engine.n_kv <= 48
             assert len(_saved(engine).pos) == engine.n_kv
-        assert engine.n_past == 600
-        assert engine.n_evicted == 600 - engine.n_kv
+        assert engine.n_past == 300
+        assert engine.n_evicted == 300 - engine.n_kv
     # during a step, the cache may exceed the budget if over_budget allows it
     assert (longest > 48) == over_budget
 
@@ -832,7 +832,7 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
     path, tokens = tiny_model(n_head_kv=n_head_kv), random_tokens(160, seed=2)
     policy = Merging(48, evict_every)
     options = {"budget": 48, "slack": evict_every, "positions": positions}
-    run = partial(transformer.run, transformer.Llama(path), tokens, **options)
+    run = partial(transformer.run, transformer.load(path), tokens, **options)
     expected = run(keep=keep_and_merge)
     without = run(keep=lambda *args, **kwargs: keep_and_merge(*args, **kwargs)[0])
     with open_engine(path, policy, positions=positions) as engine:

@@ -23,10 +23,10 @@ N_READ, N_ALL = 400, 550
 """Number of tokens before the failures, and of all tokens: the failures hit three chunks."""
 
 
-def client(path, endpoint=""):
+def client(path, step, endpoint=""):
     """Print the number of failed chunks, and the largest difference of logits after them.
 
-    The allocations fail one after the other, while the same text is read again and again.
+    Every step-th allocation fails, one after the other, while the same text is read again and again.
     """
     process, tokens = ctypes.CDLL(None), random_tokens(N_ALL)
     if endpoint:
@@ -36,7 +36,7 @@ def client(path, endpoint=""):
     with open_engine(path, fit_recall(search="all"), **settings) as engine:
         engine.read(tokens[:N_READ])
         saved = dict(engine.save())
-        for n in [0, *range(1, 80, 2)]:
+        for n in [0, *range(1, 80, int(step))]:
             engine.restore(saved)
             process.fail_new_elsewhere(n)
             try:
@@ -56,10 +56,11 @@ def client(path, endpoint=""):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded in another way")
 @pytest.mark.parametrize("device", ["host", "worker"])
-def test_failed_copies_leave_no_trace_of_a_chunk(tiny_model, run_preloaded, device):
+def test_failed_copies_leave_no_trace_of_a_chunk(tiny_model, run_preloaded, share_of, device):
     path = str(tiny_model(n_head_kv=2, n_ctx_train=2048))
     with nullcontext() if device == "host" else rpc_server.running() as endpoint:
-        n_failed, error = run_preloaded("tests.engine.test_exact_memory", path, *filter(None, [endpoint]))
+        arguments = [path, str(share_of(3, 2)), *filter(None, [endpoint])]
+        n_failed, error = run_preloaded("tests.engine.test_exact_memory", *arguments)
     assert n_failed > 10
     assert error < LOGIT_TOLERANCE
 

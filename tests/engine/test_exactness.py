@@ -45,7 +45,7 @@ def twin(name, policy, n_ctx=0):
 
 
 def reference(path, tokens, policy, name, has_values=True, exact=None, **kwargs):
-    model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
+    model = path if isinstance(path, transformer.Llama) else transformer.load(path)
     policy = policy.for_model(model.n_head // model.n_head_kv, has_values)
     n_filled = policy.budget - policy.n_live
     keep, observe = twin(name, policy, model.n_ctx_train)
@@ -120,7 +120,7 @@ def test_signals_survive_the_closing_of_gaps(tiny_model, name):
     path, tokens = tiny_model(n_ctx_train=142), random_tokens(200)
     policy = policies.fit(name, 48, 16)
     keep, observe = twin(name, policy, 142)
-    stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
+    stream = transformer.Stream(transformer.load(path), positions="auto", observe=observe)
     evict = partial(stream.evict, keep, pinned=0, budget=policy.budget, slack=policy.slack)
     with open_engine(path, policy, positions="auto") as engine:
         # with steps of one token, gaps between positions are closed between two evictions
@@ -291,7 +291,7 @@ the fog came back, and with it the sound of a ship that nobody could see."""
 
 @pytest.fixture(scope="session")
 def smollm2_weights(smollm2_f32):
-    return transformer.Llama(smollm2_f32)
+    return transformer.load(smollm2_f32)
 
 
 @pytest.fixture(scope="session")
@@ -375,7 +375,7 @@ def test_long_steps_of_a_prompt_keep_the_tokens_of_the_definition(tiny_model, na
     path, tokens = tiny_model(), random_tokens(300, seed=2)
     policy = policies.fit(name, 96, 8)
     evict = {"keep": twin(name, policy)[0], "pinned": 0, "budget": policy.budget, "slack": policy.slack}
-    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    stream = transformer.Stream(transformer.load(path), positions=positions)
     begin = 0
     with open_engine(path, policy, positions=positions) as engine:
         while begin < len(tokens):

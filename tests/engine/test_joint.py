@@ -132,7 +132,7 @@ class Counting(StepBatcher):
 
 
 def same_together(
-    path, name, n=220, n_generated=(90, 60, 90), budget=48, options=(), rounds=False, **settings
+    path, name, n=150, n_generated=(50, 35, 50), budget=48, options=(), rounds=False, **settings
 ):
     """Assert that streams have the same results alone and in joint steps.
 

@@ -56,7 +56,7 @@ def evict(stream, name, policy, ends=()):
 def test_whole_read_keeps_the_tokens_of_the_definition(tiny_model, name, heads, positions, n_batch):
     path, tokens = tiny_model(n_head_kv=2), random_tokens(330)
     policy = policies.fit(name, 48, 8, ["heads=adaptive"] if heads == "adaptive" else [])
-    stream = transformer.Stream(transformer.Llama(path), positions=positions, future=future_of(policy))
+    stream = transformer.Stream(transformer.load(path), positions=positions, future=future_of(policy))
     with open_engine(path, policy, positions=positions, n_batch=n_batch, prefill="whole") as engine:
         small = engine.cache_bytes
         engine.read(tokens[:310])
@@ -198,7 +198,7 @@ def test_bumblebee_summarizes_a_prompt_and_continues_as_a_stream(tiny_model, pos
     path, tokens = tiny_model(n_head_kv=2), distinct_tokens(110)
     policy = policies.fit("bumblebee", 32, 8)
     params = policies.chosen(policy)
-    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    stream = transformer.Stream(transformer.load(path), positions=positions)
     with open_engine(path, policy, positions=positions) as engine:
         engine.read(tokens[:80])
         stream.decode(tokens[:80])
@@ -212,7 +212,7 @@ def test_bumblebee_summarizes_a_prompt_and_continues_as_a_stream(tiny_model, pos
 def test_prompt_beyond_the_context_is_read_in_separate_segments(tiny_model, name):
     path, tokens = tiny_model(n_ctx_train=130), random_tokens(310)
     policy = policies.fit(name, 48, 8)
-    model, parts = transformer.Llama(path), []
+    model, parts = transformer.load(path), []
     for segment in np.array_split(tokens[:300], 3):
         part = transformer.Stream(model)
         part.next = parts[-1].next if parts else 0

@@ -103,7 +103,7 @@ def test_archived_keys_and_values_may_have_different_types(tiny_model):
     assert errors[-1] < 0.3
 
 
-# Distances are limited to 300 tokens, so the older blocks are far. Gaps are closed inside some blocks
+# Distances are limited to 200 tokens, so the older blocks are far. Gaps are closed inside some blocks
 @pytest.mark.parametrize(
     ("options", "shape", "settings"),
     [
@@ -120,8 +120,8 @@ def test_biases_of_keys_do_not_spoil_keys_of_4_bits(tiny_model, options, shape, 
             assert engine.n_restart > 0
             return nll
 
-    path = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, key_bias=30.0, **shape)
-    policy, tokens = policies.fit("recall", 48, 16, options), random_tokens(900)
+    path = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=400, key_bias=30.0, **shape)
+    policy, tokens = policies.fit("recall", 48, 16, options), random_tokens(600)
     exact = scored("f32")
     centered, plain = (np.abs(scored(kind) - exact).mean() for kind in ("iq4_nl", "q4_0"))
     assert centered < 0.4 * plain
@@ -207,7 +207,7 @@ def test_search_in_8_bit_keys_adds_little_error(tiny_model):
 
 
 def test_steps_attend_exactly_to_more_tokens_of_a_longer_archive(tiny_model):
-    path = tiny_model(n_head_kv=4, n_layer=1, n_ctx_train=1024)
+    path = tiny_model(n_head=2, n_head_kv=2, n_layer=1, n_ctx_train=1024)
     most = []
     with open_engine(path, fit(exact=256, chunk=64)) as engine:
         archive = engine.context.archive

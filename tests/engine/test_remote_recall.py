@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import pytest
@@ -160,11 +161,17 @@ def remote(request, tiny_model, tmp_path_factory):
     return printed | {"server": request.param}
 
 
+@cache
+def run_locally(path, number):
+    """Return the results of a run without a server."""
+    *options, _ = RUNS[number]
+    return run(path, *options, 0)[0]
+
+
 @pytest.fixture(params=range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
 def both(request, remote, path):
     """Return (results of the client that uses the server, results in this process)."""
-    *options, _ = RUNS[request.param]
-    return remote["results"][request.param], run(path, *options, 0)[0]
+    return remote["results"][request.param], run_locally(path, request.param)
 
 
 def test_recall_over_rpc_gives_the_local_results(both):
@@ -192,7 +199,7 @@ def test_saved_stream_continues_over_rpc_and_locally(both):
 
 
 def test_archive_file_over_rpc_gives_the_local_results(remote, path):
-    in_memory = run(path, *RUNS[0][:-1], 0)[0]
+    in_memory = run_locally(path, 0)
     assert np.abs(np.subtract(remote["in_file"]["nll"], in_memory["nll"])).max() < 1e-4
 
 

@@ -167,7 +167,7 @@ def test_archive_is_searched_again_if_its_means_exceed_the_cells(tiny_model, mon
 def test_means_of_sets_replace_clusters_without_cells(tiny_model, monkeypatch):
     # The archive has 19 blocks of 16 clusters. The clusters of 16 blocks form 16 sets, and 3 blocks are in no
     # set. n_page is the number of these sets and blocks for whose clusters there are cells
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=16384), random_tokens(5010)
+    path, tokens = tiny_model(n_head=2, n_head_kv=2, n_ctx_train=16384), random_tokens(5010)
     full, _ = written_logits(path, policies.fit("full", 5120), tokens, n_prompt=5000)
 
     def error(policy, n_mean=0, n_mean_set=64, **settings):

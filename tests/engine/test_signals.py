@@ -74,7 +74,10 @@ def run(path, policy, sizes, *, restores=False, **settings):
                     for layer, layer_rows in zip(stream.layers, stream.rows, strict=True)
                     for each in stream.records(layer, layer_rows)
                 ]
-                now = [[token | {"seen": list(token["seen"])} for token in row] for row in records]
+                now = [
+                    [token | {"key": token["key"], "seen": list(token["seen"])} for token in row]
+                    for row in records
+                ]
                 expected.append((now, since, stream.next))
                 since = stream.next
                 for row, pos, live in zip(rows, engine.rows.pos, engine.rows.live, strict=True):

@@ -46,7 +46,7 @@ def assert_scored_alike(errors, name):
 def test_evictions_score_like_the_definition(gemma3, name, positions, evict_every):
     # at position 130, gaps are closed, which also rotates the keys of the sliding layers
     path = gemma3(n_ctx_train=130)
-    tokens = random_tokens(120 if positions == "original" else 400)
+    tokens = random_tokens(120 if positions == "original" else 230)
     options = {"positions": positions, "restarts": positions != "original"}
     assert_scored_alike(
         score_errors(path, tokens, policies.fit(name, 48, evict_every), name, **options), name

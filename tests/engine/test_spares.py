@@ -46,7 +46,7 @@ RUNS = [
 N_LAYER = 4
 # the prompt has N_READ tokens. The others are decoded one by one: N_BEFORE tokens, and then N_COUNTED tokens
 # for which the sent bytes are counted
-N_READ, N_BEFORE, N_COUNTED = 64, 96, 64
+N_READ, N_BEFORE, N_COUNTED = 64, 64, 48
 RECOMPUTE = 13
 """Size in bytes of the command that computes a graph again."""
 

@@ -376,7 +376,7 @@ def test_attention_sums_to_one_per_query_and_head(tiny_model, n_head_kv, flash, 
 @pytest.mark.parametrize("kind", ["f32", "f16"])
 def test_signals_match_the_definition_after_each_step(tiny_model, rope, flash, kind):
     path = tiny_model(rope=rope, **SHAPE)
-    stream = transformer.Stream(transformer.Llama(path))
+    stream = transformer.Stream(transformer.load(path))
     with start_context(path, signals=BOTH, flash=flash, type_k=kind, type_v=kind) as context:
         for part in np.split(tokens(40), [23, 24, 25]):
             context.decode(part, stream.next, 1)
@@ -443,7 +443,7 @@ def queries_ago(stream, since):
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_important_counts_back_from_the_last_query(tiny_model, flash, every):
     # the signal is read after every batch or after every third batch
-    stream, since = transformer.Stream(transformer.Llama(tiny_model(**SHAPE))), 0
+    stream, since = transformer.Stream(transformer.load(tiny_model(**SHAPE))), 0
     with start_context(tiny_model(**SHAPE), signals=Signal.IMPORTANT, flash=flash) as context:
         for number, n in enumerate([17, 1, 5, 1, 1, 30, 2, 1, 1, 7, 1, 1], 1):
             part = tokens(n, seed=number)
@@ -465,7 +465,7 @@ def test_important_continues_from_written_values(tiny_model):
     # comes from the write
     values = 100 + np.arange(N_ROW * 30).reshape(N_ROW, 30)
     values[:, ::7] = 0
-    stream = transformer.Stream(transformer.Llama(tiny_model(**SHAPE)))
+    stream = transformer.Stream(transformer.load(tiny_model(**SHAPE)))
     stream.decode(tokens(30))
     with start_context(tiny_model(**SHAPE), signals=BOTH | Signal.IMPORTANT) as context:
         fill(context, 30)
@@ -492,7 +492,7 @@ def last_queries(context, n_query, n):
 
     All n tokens are decoded at once.
     """
-    model = transformer.Llama(context.model.path)
+    model = transformer.load(context.model.path)
     stream = transformer.Stream(model)
     stream.decode(tokens(n))
     recent = np.zeros((n_query, N_ROW, n))

@@ -414,12 +414,12 @@ def vocabulary(tmp_path_factory):
 def draw_text(vocabulary, schema, rng, n=300):
     """Return a random text that fits an Enforced schema, or None if it has not ended after n tokens."""
     matcher, tokens = Matcher(vocabulary, schema.rules), []
-    closes = [token for token, piece in enumerate(vocabulary.pieces) if piece and not piece.strip(b'"}]')]
+    ends, close = np.zeros((2, len(vocabulary.pieces)), bool)
+    ends[[*vocabulary.ends]] = True
+    close[:] = [bool(piece) and not piece.strip(b'"}]') for piece in vocabulary.pieces]
     while len(tokens) < n:
         allowed = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
-        liked = np.intersect1d(
-            allowed, [*vocabulary.ends, *closes] if rng.random() < 0.6 else vocabulary.ends
-        )
+        liked = allowed[(ends | close if rng.random() < 0.6 else ends)[allowed]]
         token = int(rng.choice(liked if len(liked) else allowed))
         if token in vocabulary.ends:
             return vocabulary.bytes_of(tokens)

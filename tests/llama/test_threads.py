@@ -182,8 +182,8 @@ def test_nll_does_not_depend_on_the_number_of_threads(smollm2, monkeypatch, shar
             monkeypatch.setattr("kvtool.llama.cache.decoder.default_threads", lambda: 2)
             monkeypatch.setattr("kvtool.llama.cache.decoder.has_gpu", lambda: False)
             monkeypatch.setattr("kvtool.llama.cache.decoder.Threads", Alternating)
-        with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **options) as engine:
-            tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(48, 80)]
+        with open_engine(smollm2, policies.fit(policy, 24), n_threads=n_threads, **options) as engine:
+            tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(32, 80)]
             nll.append(perplexity.stream(engine, tokens))
             assert engine.n_evicted
     assert (nll[0] == nll[1]).all()

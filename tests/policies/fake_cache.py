@@ -109,40 +109,37 @@ class Cache:
 
     def _record(self, attention, n_seen, steps):
         """Add the new tokens to `rows`, and update the record of every token."""
+        looks_ahead, n_seen, begin = self.looks_ahead, n_seen.tolist(), int(steps[0])
         for number, row in enumerate(self.rows):
             row += [
                 {
-                    "pos": int(pos),
+                    "pos": pos,
                     "mass": 0.0,
                     "last": 0.0,
                     "seen": [],
-                    "key": self.keys[number, i].tolist(),
+                    "key": key,
                     "old": False,
                     "row": number,
                     "notes": {},
                 }
-                for i, pos in enumerate(steps)
+                for pos, key in zip(steps.tolist(), self.keys[number].tolist(), strict=True)
             ]
-            cell_of = {int(self.pos[number, cell]): cell for cell in range(self.live[number])}
+            cell_of = {pos: cell for cell, pos in enumerate(self.pos[number, : self.live[number]].tolist())}
             # for each cell and query: the attention of each head
-            heads = attention[number].T.tolist()
+            heads = np.ascontiguousarray(attention[number].T)
+            mass = attention[number].sum(axis=(0, 1)).tolist()
+            last = attention[number, :, -1].sum(axis=0).tolist()
+            if looks_ahead:
+                future = np.stack((self.future_mean[number], self.future_variance[number])).T.tolist()
+                norms = self.value_norms[number].tolist()
             for token in row:
                 cell = cell_of[token["pos"]]
-                received = attention[number, :, :, cell]
-                token["mass"] += float(received.sum())
-                token["last"] = float(received[:, -1].sum())
-                if self.looks_ahead:
-                    index = number, ..., cell
-                    token["future"] = list(
-                        zip(
-                            self.future_mean[index].tolist(),
-                            self.future_variance[index].tolist(),
-                            strict=True,
-                        )
-                    )
-                    token["value_norm"] = float(self.value_norms[index])
-                first = max(token["pos"] - int(steps[0]), 0)
-                token["seen"] += zip(n_seen[first:].tolist(), heads[cell][first:], strict=True)
+                token["mass"] += mass[cell]
+                token["last"] = last[cell]
+                if looks_ahead:
+                    token["future"], token["value_norm"] = future[cell], norms[cell]
+                first = max(token["pos"] - begin, 0)
+                token["seen"] += zip(n_seen[first:], heads[cell, first:].tolist(), strict=True)
 
     def shuffle(self):
         """Shuffle the cells of every row, and their signals. New cells stay behind old cells."""

@@ -87,7 +87,7 @@ def assert_rows_choose_for_themselves(engine):
 def check_prompt(path, options, *, n_pinned, n_held, positions="auto", n_batch=64):
     """Compare what the engine and the definition keep of a prompt, and how both continue."""
     tokens, n, policy = random_tokens(230), 200, policies.fit("kvzip", 48, 8, options)
-    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    stream = transformer.Stream(transformer.load(path), positions=positions)
     with open_engine(path, policy, positions=positions, n_batch=n_batch) as engine:
         engine.pin(n_pinned)
         engine.hold(n_held)
@@ -124,7 +124,7 @@ def test_rows_that_share_a_budget_keep_the_tokens_of_the_definition(tiny_model, 
 def test_each_segment_of_a_prompt_beyond_the_context_is_repeated(tiny_model):
     path, tokens, n = tiny_model(n_head_kv=2, n_ctx_train=330), random_tokens(408), 400
     policy = policies.fit("kvzip", 48, 8)
-    model, parts = transformer.Llama(path), []
+    model, parts = transformer.load(path), []
     with open_engine(path, policy) as engine:
         assert engine.whole_reader.n_segments(n) == 3
         # a segment has 133 or 134 tokens, more than a chunk, so each segment is repeated in several chunks

@@ -15,37 +15,34 @@ def keep(rows, *, next, pinned, budget, slack, window, history, sinks, t):
 
 def _keep(row, next, first, n_max, window, history):
     recent = next - window
+    last_step = {token["pos"]: _last_step(token) for token in row}
     if next < history:
         stay = list(row)
     else:
         stay = [
             token
             for token in row
-            if token["pos"] < first
-            or token["pos"] >= recent
-            or any(mark for step, mark in _marks(token) if step > next - history)
+            if token["pos"] < first or token["pos"] >= recent or last_step[token["pos"]] > next - history
         ]
     while len(stay) > n_max:
         open_ = [token for token in stay if first <= token["pos"] < recent]
         window_ = [token for token in stay if token["pos"] >= max(first, recent)]
         if open_:
-            out = min(open_, key=lambda token: (_last_step(token), token["pos"]))
+            out = min(open_, key=lambda token: (last_step[token["pos"]], token["pos"]))
         else:
             out = min(window_ or stay, key=lambda token: token["pos"])
         stay.remove(out)
     return [token["pos"] for token in stay]
 
 
-def _marks(token):
-    """Return a list of (step, True if the token was important to the query of this step).
-
-    The first step is that of the token itself.
-    """
-    return [
-        (token["pos"] + i + 1, any(attention * t >= 1 for attention in heads))
-        for i, (t, heads) in enumerate(token["seen"])
-    ]
-
-
 def _last_step(token):
-    return max((step for step, mark in _marks(token) if mark), default=0)
+    """Return the last step to whose query the token was important, or 0.
+
+    The first query in `seen` has the step pos + 1.
+    """
+    seen = token["seen"]
+    for i in range(len(seen) - 1, -1, -1):
+        t, heads = seen[i]
+        if any(attention * t >= 1 for attention in heads):
+            return token["pos"] + i + 1
+    return 0

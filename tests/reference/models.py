@@ -5,8 +5,12 @@ Attention is in transformer.py: a Stream holds the rows, and its method `attend`
 
 from __future__ import annotations
 
+from functools import cache
+
 import gguf
 import numpy as np
+
+from tests.tiny import Reader
 
 ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
 FEED_FORWARD = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
@@ -30,7 +34,7 @@ class Llama:
     has_values = True
 
     def __init__(self, path):
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path)
         arch = reader.fields["general.architecture"].contents()
 
         def number(key, default=None):
@@ -151,9 +155,15 @@ class Llama:
         i: the layer. The dimensions of the result have the order of the pairs, which may differ from the
         model's order. Only dot products of two such vectors are used, and these do not depend on the order.
         """
-        if len(rot) and rot.max() >= len(self._phase[i]):
-            self._phase[i] = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq[i]))
-        return self.scaled((pairs * self._phase[i][rot]).view(np.float64), i)
+        return self.scaled((pairs * self.phases(rot, i)).view(np.float64), i)
+
+    def phases(self, rot, i):
+        """Return the factors c128[n, head_dim / 2] that rotate pairs of layer i by positions rot i64[n]."""
+        most = np.abs(rot).max(initial=-1)
+        if most >= len(self._phase[i]):
+            self._phase[i] = np.exp(1j * np.outer(np.arange(2 * most + 2), self.freq[i]))
+        phases = self._phase[i][np.abs(rot)]
+        return np.where(rot[:, None] < 0, phases.conj(), phases) if rot.min(initial=0) < 0 else phases
 
     def scaled(self, keys, i):
         """Scale rotated keys f64[..., head_dim], whose elements are in the order of RoPE's pairs."""
@@ -449,9 +459,10 @@ KINDS = {
 }
 
 
+@cache
 def load(path):
-    """Load the model of a GGUF with the class of its architecture."""
-    return KINDS[gguf.GGUFReader(path).fields["general.architecture"].contents()](path)
+    """Load the model of a GGUF with the class of its architecture. Each file is read once."""
+    return KINDS[Reader(path).fields["general.architecture"].contents()](path)
 
 
 def linear(layer, name, x):

@@ -49,11 +49,10 @@ def pooled(values, kernel):
 
 def similarities(keys):
     """Return matrix[i][j]: the dot product of the rounded keys i and j. The diagonal is 0."""
-    unit = [normalised(key) for key in keys]
-    return [
-        [sum(x * y for x, y in zip(one, other, strict=True)) if one is not other else 0 for other in unit]
-        for one in unit
-    ]
+    unit = np.array([normalised(key) for key in keys])
+    matrix = unit @ unit.T
+    np.fill_diagonal(matrix, 0)
+    return matrix.tolist()
 
 
 def spared(matrix, threshold, n_spared):

@@ -7,15 +7,15 @@ the model. All numbers are float64, except that matrix products with weights are
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from .clusters import Clusters
-from .models import Llama
+from .models import Llama, load
 
-__all__ = ["Llama", "Row", "Stream", "join", "run"]
+__all__ = ["Llama", "Row", "Stream", "join", "load", "run"]
 
 POSITIONS = ("original", "in-cache", "auto")
 
@@ -64,13 +64,19 @@ class Row:
         for t, pos, attn, is_first in self.steps:
             n = np.searchsorted(self.pos, pos[-1], side="right")
             # an entry of this batch is seen from its own query on, an older entry by all queries
-            begin = np.maximum(self.pos[:n] - (pos[-1] + 1 - len(t)), 0).tolist()
-            heads = attn.T[np.searchsorted(pos, self.pos[:n])].tolist()
+            begin = np.maximum(self.pos[:n] - (pos[-1] + 1 - len(t)), 0)
+            entries, n_old = np.searchsorted(pos, self.pos[:n]), np.count_nonzero(begin == 0)
+            heads = attn.T[entries[:n_old]].tolist()
+            begin = begin.tolist()
+            heads += [
+                attn[..., first:, i].T.tolist()
+                for i, first in zip(entries[n_old:].tolist(), begin[n_old:], strict=True)
+            ]
             for attention, first, new in zip(self._seen, begin, heads, strict=False):
                 if is_first:
-                    attention.extend(zip(t[first:], new[first:], strict=True))
+                    attention.extend(zip(t[first:], new, strict=True))
                 else:
-                    for (_, heads_so_far), more in zip(attention[first - len(t) :], new[first:], strict=True):
+                    for (_, heads_so_far), more in zip(attention[first - len(t) :], new, strict=True):
                         heads_so_far.extend(more)
         self.steps = []
         return self._seen
@@ -85,13 +91,10 @@ class Row:
 
     def records(self, scaled=lambda keys: keys):
         """Return the row's records. `scaled` transforms keys f64[n, head_dim] like the model after RoPE."""
-        names = ("pos", "mass", "last", "key", "old", "notes")
-        keys = scaled(self.key.view(np.float64)).tolist()
-        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), keys, self.old, self.notes)
-        return [
-            Record(self, i, zip(names, values, strict=True))
-            for i, values in enumerate(zip(*columns, strict=True))
-        ]
+        pairs = self.key
+        keys = cache(lambda: scaled(pairs.view(np.float64)).tolist())
+        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.old, self.notes)
+        return [Record(self, keys, i, *values) for i, values in enumerate(zip(*columns, strict=True))]
 
     def keep(self, positions):
         index = self.index(positions)
@@ -119,17 +122,17 @@ class Row:
 
 
 class Record(dict):
-    """Values of entry i of a row, by name. `seen` is added when it is read."""
+    """Values of entry i of a row, by name. `seen` and `key` are added when they are read."""
 
-    def __init__(self, row, i, values):
-        super().__init__(values, row=row.number)
-        self._of, self._i = row, i
+    def __init__(self, row, keys, i, pos, mass, last, old, notes):
+        super().__init__(pos=pos, mass=mass, last=last, old=old, notes=notes, row=row.number)
+        self._of, self._keys, self._i = row, keys, i
 
     def __missing__(self, name):
-        if name != "seen":
+        if name not in ("seen", "key"):
             raise KeyError(name)
-        self["seen"] = self._of.seen[self._i]
-        return self["seen"]
+        self[name] = (self._of.seen if name == "seen" else self._keys())[self._i]
+        return self[name]
 
 
 class Archive:
@@ -409,7 +412,7 @@ class Stream:
 
     def _rotated(self, layer, keys, positions):
         """Return keys f64[n, head_dim], from keys c128[n, head_dim / 2] before RoPE."""
-        rotated = keys * np.exp(1j * np.outer(positions, self.model.freq[layer]))
+        rotated = keys * self.model.phases(positions, layer)
         return self.model.scaled(rotated.view(np.float64), layer)
 
     def _turned(self, layer, queries, n):
