@@ -63,7 +63,8 @@ def _alone(part: Path) -> BinaryIO:
     import fcntl
 
     while True:
-        file = os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        # unlike "w+b", this mode leaves the content of another process's file alone
+        file = open(part, "r+b", opener=lambda path, flags: os.open(path, flags | os.O_CREAT, 0o666))  # noqa: SIM115
         try:
             with suppress(OSError):
                 # some network file systems have no locks

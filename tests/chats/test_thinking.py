@@ -421,9 +421,12 @@ def test_last_turn_is_answered_again_with_another_effort(talk, policy, n_turn):
 
 
 def test_reply_that_was_cut_goes_on_with_another_effort(talk):
-    chat = talk(SHOWS_EFFORT)
-    says(chat, "Hm.</think>It is seven.")
-    "".join(chat.reply("Name a number.", 8))
+    chat, text = talk(SHOWS_EFFORT), "Hm.</think>It is seven."
+    model = chat.writer.engine.model
+    pieces = [model.piece(token, special=True) for token in model.tokenize(text, special=True).tolist()]
+    n = next(n for n in range(len(pieces)) if b"".join(pieces[:n]).endswith(b"It is"))
+    says(chat, text)
+    "".join(chat.reply("Name a number.", n))
     chat.set_effort("low")
     begun = chat.unfinished_reply()
     assert begun.endswith("</think>It is")
