@@ -973,8 +973,8 @@ CHECK(saved_archive_is_restored_with_its_clusters) {
     }
     b.tokens.set_clusters(saved.data(), 0, blocks[3], false);
     EXPECT(b.tokens.set_table(a.tokens.table()).empty());
-    EXPECT(b.tokens.seal_some(archive::max_pos, 1) == n_layer*n_head - 2); // a call with one thread clusters two rows
-    EXPECT(b.tokens.seal_some(archive::max_pos, 1) == 0);
+    EXPECT(b.tokens.seal_next_rows(archive::max_pos, 1) == n_layer*n_head - 2); // a call with one thread clusters two rows
+    EXPECT(b.tokens.seal_next_rows(archive::max_pos, 1) == 0);
     expect_same(a.tokens, b.tokens);
 }
 
@@ -996,7 +996,7 @@ CHECK(deferred_clustering_gives_the_same_clusters) {
     a.push(1100);
     b.tokens.defer_seal(true, 1);
     b.push(600);
-    b.tokens.seal_layer(0, 1);
+    b.tokens.seal_row(0, 1);
     EXPECT(b.tokens.clusters_of(0, 1).end() == 2 && b.tokens.clusters_of(0, 0).end() == 0);
     b.push(500);
     b.tokens.defer_seal(false, 2);

@@ -242,7 +242,7 @@ void archive::finish(const evicted_tokens & evicted, int64_t first, int n_thread
 
     move_far(evicted.rot + base() - n_near);
     if (!is_deferred) {
-        seal(n_thread);
+        seal_all(n_thread);
     }
 }
 

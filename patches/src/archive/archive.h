@@ -219,11 +219,11 @@ public:
         return first_kept(begin, evicted.first(begin, end()), evicted.end());
     }
 
-    // While clustering is deferred, `finish` computes no clusters. Instead, `seal_layer` clusters the complete blocks
+    // While clustering is deferred, `finish` computes no clusters. Instead, `seal_row` clusters the complete blocks
     // of one head of a layer. Several heads may be clustered at the same time, but nothing else may read or change the
     // layer meanwhile. When the deferral ends, the remaining blocks are clustered.
     void defer_seal(bool on, int n_thread);
-    void seal_layer(size_t layer, int head);
+    void seal_row(size_t layer, int head);
 
     bool has_clusters() const { return !clusters.empty(); }
 
@@ -269,7 +269,7 @@ public:
 
     // Compute the clusters that are missing after `set_table`, for a few rows per call. n_max: maximum size of the
     // archive. Returns the number of rows that still have no clusters
-    int seal_some(int64_t n_max, int n_thread);
+    int seal_next_rows(int64_t n_max, int n_thread);
 
     // See llama_kvtool_get_archive_table. On success, set_table marks all rows as not clustered and returns an empty
     // string. If the table is invalid, it returns the reason
@@ -391,12 +391,12 @@ private:
 
     // Update the clusters: cluster the blocks that have become complete, cluster blocks again if they are now beyond
     // n_near, and remove the clusters of deleted blocks.
-    void seal(int n_thread);
+    void seal_all(int n_thread);
     void seal_row(int i_row);
 
     bool is_deferred = false;
     // cluster one block of a row; keys, values: buffers for a block
-    void seal(size_t layer, int head, int i_row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
+    void seal_block(size_t layer, int head, int i_row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
     // Remove the tokens before `first`. The caller has already fitted `memory` to the remaining tokens

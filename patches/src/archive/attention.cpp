@@ -222,7 +222,7 @@ static float softened(float * x, int n, const logit_params & logits) {
         return logits.scale;
     }
     for (int j = 0; j < n; ++j) {
-        x[j] = logits.cap*std::tanh(x[j]*logits.scale/logits.cap);
+        x[j] = logits.capped(x[j]*logits.scale);
     }
     return 1.0f;
 }

@@ -124,20 +124,9 @@ KVTOOL_AVX2 static void half_to_floats(const ggml_fp16_t * x, float * y, int64_t
 
 void to_float(ggml_type type, const void * x, float * y, int64_t n) {
 #ifdef KVTOOL_X86
-    if (vectors() != PLAIN && type == GGML_TYPE_Q8_0) {
-        return groups_to_float<of_q8_0>((const uint8_t *) x, y, n);
-    }
-    if (vectors() != PLAIN && type == GGML_TYPE_Q5_0) {
-        return groups_to_float<of_codes<q5_0>>((const uint8_t *) x, y, n);
-    }
-    if (vectors() != PLAIN && type == GGML_TYPE_Q4_1) {
-        return groups_to_float<of_codes<q4_1>>((const uint8_t *) x, y, n);
-    }
-    if (vectors() != PLAIN && type == GGML_TYPE_Q4_0) {
-        return groups_to_float<of_codes<q4_0>>((const uint8_t *) x, y, n);
-    }
-    if (vectors() != PLAIN && type == GGML_TYPE_IQ4_NL) {
-        return groups_to_float<of_codes<iq4_nl>>((const uint8_t *) x, y, n);
+    const auto convert = [&](auto codes) { groups_to_float<source_of<decltype(codes)>>((const uint8_t *) x, y, n); };
+    if (vectors() != PLAIN && with_codes(type, convert)) {
+        return;
     }
     if (vectors() != PLAIN && type == GGML_TYPE_F16) {
         return half_to_floats((const ggml_fp16_t *) x, y, n);

@@ -40,7 +40,7 @@ struct of_q8_0 {
     }
 };
 
-// Formats whose elements are scale*code + min. The last n_group/2 bytes of a group have the low four bits of all
+// Formats whose elements are scale*code + min. In all of them except q8_0, the last n_group/2 bytes of a group have the low four bits of all
 // codes. Byte i has the bits of code i in its low half, and the bits of code i + n_group/2 in its high half
 
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i low_bits(const uint8_t * src) {
@@ -55,6 +55,18 @@ KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 scale_of(const uint8_t * src, flo
     const __m128 scale = _mm_cvtph_ps(_mm_cvtsi32_si128(d));
     return _mm_unpacklo_ps(scale, _mm_mul_ss(scale, _mm_set_ss(-zero)));
 }
+
+// a scale in half precision, codes of 8 bits
+struct q8_0 {
+    static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
+    static constexpr char    zero    = (char) 128; // the code of 0
+
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * src) {
+        // the stored numbers are signed, but codes are unsigned: flipping the sign bit adds 128
+        return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (src + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * src) { return scale_of(src, 128.0f); }
+};
 
 // a scale in half precision, codes of 4 bits
 struct q4_0 {
@@ -130,6 +142,24 @@ struct of_codes {
         return { eight(a, scale, min), eight(_mm_srli_si128(a, 8), scale, min), eight(b, scale, min), eight(_mm_srli_si128(b, 8), scale, min) };
     }
 };
+
+// the type that reads groups as floats
+template <typename Q> struct source_of : of_codes<Q> {};
+template <> struct source_of<q8_0> : of_q8_0 {}; // needs no codes, which saves operations
+
+// Call run(Q()), where Q describes the groups of this type. Return false for a type without such a Q. This is the only
+// list of quantized types that kvtool's own kernels read
+template <typename F>
+static bool with_codes(ggml_type type, const F & run) {
+    switch (type) {
+        case GGML_TYPE_Q8_0:   run(q8_0());   return true;
+        case GGML_TYPE_Q5_0:   run(q5_0());   return true;
+        case GGML_TYPE_Q4_1:   run(q4_1());   return true;
+        case GGML_TYPE_Q4_0:   run(q4_0());   return true;
+        case GGML_TYPE_IQ4_NL: run(iq4_nl()); return true;
+        default:                              return false;
+    }
+}
 
 #endif
 

@@ -29,7 +29,7 @@ void archive::cut(int64_t end, int64_t next) {
         frames.pop_back();
     }
 
-    seal(1);
+    seal_all(1);
 }
 
 // copy the tokens first .. first + n - 1 of a layer to its cells, from cell `cell` on

@@ -125,16 +125,6 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, 
     }
 }
 
-struct q8_0 {
-    static constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
-
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256i codes(const uint8_t * src) {
-        // the stored numbers are signed, but codes are unsigned: flipping the sign bit adds 128
-        return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (src + sizeof(ggml_fp16_t))), _mm256_set1_epi8((char) 0x80));
-    }
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 params(const uint8_t * src) { return scale_of(src, 128.0f); }
-};
-
 // products of codes with columns in 8 bits (AVX512 VNNI)
 template <typename Q, int N>
 KVTOOL_AVX512 static void multiply_codes(
@@ -292,14 +282,10 @@ static void add_to_sums(const weighted_row * rows, int n, int64_t d, int64_t wx,
 template <typename F>
 static bool with_source(ggml_type type, const F & run) {
     switch (type) {
-        case GGML_TYPE_F32:  run(of_floats());      return true;
-        case GGML_TYPE_F16:  run(of_halves());      return true;
-        case GGML_TYPE_Q8_0: run(of_q8_0());        return true;
-        case GGML_TYPE_Q5_0: run(of_codes<q5_0>()); return true;
-        case GGML_TYPE_Q4_1: run(of_codes<q4_1>()); return true;
-        case GGML_TYPE_Q4_0: run(of_codes<q4_0>()); return true;
-        case GGML_TYPE_IQ4_NL: run(of_codes<iq4_nl>()); return true;
-        default:             return false;
+        case GGML_TYPE_F32: run(of_floats()); return true;
+        case GGML_TYPE_F16: run(of_halves()); return true;
+        default:
+            return with_codes(type, [&](auto codes) { run(source_of<decltype(codes)>()); });
     }
 }
 
@@ -384,8 +370,12 @@ void byte_columns::set(const float * columns, int n_x, int64_t d) {
 }
 
 bool can_multiply_bytes(ggml_type type, int64_t d) {
-    return vectors() == AVX512 && d % n_group == 0 &&
-        (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_IQ4_NL);
+#ifdef KVTOOL_X86
+    return vectors() == AVX512 && d % n_group == 0 && with_codes(type, [](auto) {});
+#else
+    (void) type, (void) d;
+    return false;
+#endif
 }
 
 void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
@@ -393,14 +383,10 @@ void multiply_byte_rows(ggml_type type, const uint8_t * rows, size_t size, int n
     const auto * bytes  = x.x     .data() + first_x*d;
     const auto * scales = x.scales.data() + first_x*d/n_group;
     const auto * sums   = x.sums  .data() + first_x*d/n_group;
-    switch (type) {
-        case GGML_TYPE_Q8_0: return multiply_code_columns<q8_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
-        case GGML_TYPE_Q5_0: return multiply_code_columns<q5_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
-        case GGML_TYPE_Q4_0: return multiply_code_columns<q4_0>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
-        case GGML_TYPE_IQ4_NL: return multiply_code_columns<iq4_nl>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
-        case GGML_TYPE_Q4_1: return multiply_code_columns<q4_1>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
-        default:             GGML_ABORT("type %d is not in can_multiply_bytes", type);
-    }
+    const bool is_known = with_codes(type, [&](auto codes) {
+        multiply_code_columns<decltype(codes)>(rows, size, n, d, bytes, scales, sums, n_x, out, os);
+    });
+    GGML_ASSERT(is_known);
 #else
     (void) type, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) first_x, (void) n_x, (void) out, (void) os;
 #endif

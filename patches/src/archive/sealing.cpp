@@ -86,7 +86,7 @@ const uint8_t * archive::order_of(size_t layer, int head, int64_t block) const {
     return block >= row.begin() && block < row.end() ? row[block].order.data() : nullptr;
 }
 
-void archive::seal(size_t layer, int head, int i_row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values) {
+void archive::seal_block(size_t layer, int head, int i_row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values) {
     auto & l   = layers[layer];
     auto & row = clusters[layer][head];
 
@@ -154,18 +154,18 @@ void archive::seal_row(int i_row) {
     for (int64_t block = row.begin(); block < row.end(); ++block) {
         const bool is_far = block < span.far_end;
         if (row[block].origin.is_far != is_far) {
-            seal(i, head, i_row, block, is_far, keys, values);
+            seal_block(i, head, i_row, block, is_far, keys, values);
         }
     }
     if (row.begin() == row.end() && begin()/n_block < span.end) {
         row.reserve(begin()/n_block, span.end);
     }
     for (int64_t block = row.begin() < row.end() ? row.end() : begin()/n_block; block < span.end; ++block) {
-        seal(i, head, i_row, block, block < span.far_end, keys, values);
+        seal_block(i, head, i_row, block, block < span.far_end, keys, values);
     }
 }
 
-void archive::seal(int n_thread) {
+void archive::seal_all(int n_thread) {
     parallel_for(n_thread, n_row(), [&](int i_row) { seal_row(i_row); });
     saved_members.clear();
     n_unsealed = 0;
@@ -174,11 +174,11 @@ void archive::seal(int n_thread) {
 void archive::defer_seal(bool on, int n_thread) {
     is_deferred = on;
     if (!on && size() > 0) {
-        seal(n_thread);
+        seal_all(n_thread);
     }
 }
 
-void archive::seal_layer(size_t layer, int head) {
+void archive::seal_row(size_t layer, int head) {
     int i_row = head;
     for (size_t i = 0; i < layer; ++i) {
         i_row += layers[i].n_head;
@@ -186,7 +186,7 @@ void archive::seal_layer(size_t layer, int head) {
     seal_row(i_row);
 }
 
-int archive::seal_some(int64_t n_max, int n_thread) {
+int archive::seal_next_rows(int64_t n_max, int n_thread) {
     if (n_unsealed == 0) {
         return 0;
     }

@@ -96,7 +96,7 @@ void search::multiply_runs(size_t first_run, size_t item) {
             float * run_logits = mean_logits.data() + q*item_stride + item;
             multiply(run.means->packs.data() + run.first/n_pack*run.means->size_k, run.n/n_pack, byte_queries[i_query], l.n_embd_k, run_logits);
             for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
-                run_logits[i] = logits.cap*std::tanh(run_logits[i]/logits.cap);
+                run_logits[i] = logits.capped(run_logits[i]);
             }
             const float   variance = variances[i_query];
             const float * spreads  = run.means->spreads.data() + run.first;

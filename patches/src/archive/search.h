@@ -7,6 +7,7 @@
 #include "softmax.h"
 #include "row-products.h"
 
+#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -16,7 +17,11 @@ namespace kvtool {
 // conversion of a layer's products (query . key) to logits
 struct logit_params {
     float scale = 0.0f;
-    float cap   = 0.0f; // soft cap: cap*tanh(logit/cap); 0 if there is no cap
+    float cap   = 0.0f; // soft cap: see `capped`; 0 if there is no cap
+
+    // x: the scaled product
+    template <typename T>
+    T capped(T x) const { return cap > 0.0f ? cap*std::tanh(x/cap) : x; }
 };
 
 // consecutively stored tokens of a row, within one block

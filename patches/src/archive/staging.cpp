@@ -388,7 +388,7 @@ std::vector<uint8_t> staging::converted(size_t layer, int64_t begin, int64_t end
 
 void staging::seal(size_t layer) {
     for (int head = 0; head < tokens[layer].n_head && sealers.size() > 0; ++head) {
-        sealers.add(sealing, [this, layer, head](size_t) { tokens.seal_layer(layer, head); });
+        sealers.add(sealing, [this, layer, head](size_t) { tokens.seal_row(layer, head); });
     }
 }
 

@@ -70,8 +70,7 @@ double synthetic_cells::product(double logit) const {
 }
 
 double synthetic_cells::logit(double product) const {
-    const double x = product*logits.scale;
-    return logits.cap > 0.0f ? logits.cap*std::tanh(x/logits.cap) : x;
+    return logits.capped(product*logits.scale);
 }
 
 static double dot(const float * a, const float * b, int64_t n) {

@@ -12,8 +12,6 @@
 #include "llama-graph.h"
 #include "llama-impl.h"
 
-#include <algorithm>
-
 using namespace kvtool;
 
 // inputs of a layer's rows; null if the graph has none yet
@@ -288,78 +286,4 @@ ggml_tensor * llama_kvtool_ragged(
 
 bool llama_kvtool_dense(const llm_graph_context & graph) {
     return graph.cparams.kvtool != nullptr;
-}
-
-static bool prepare(llama_context & lctx, uint32_t n_tokens) {
-    auto * kvtool = lctx.kvtool.get();
-
-    if (!kvtool->broken.empty()) {
-        LLAMA_LOG_ERROR("%s\n", kvtool->broken.c_str());
-        return false;
-    }
-    const auto & deferred = kvtool->deferred;
-    if ((!kvtool->defers(n_tokens) || deferred.n + (int) n_tokens > deferred.n_slot) && !kvtool->sum_deferred(lctx)) {
-        LLAMA_LOG_ERROR("the device failed to compute the signals\n");
-        return false;
-    }
-    if (kvtool->most_cells() > kvtool->n_indexed) {
-        LLAMA_LOG_ERROR("the index of this model chooses %d cells, not %d\n", kvtool->n_indexed, kvtool->most_cells());
-        return false;
-    }
-    // while texts are staged, threads may be clustering, and no step uses residents
-    if (kvtool->resident && !kvtool->is_staging()) {
-        kvtool->resident->is_fit = kvtool->resident->selection.unfit().empty();
-    }
-    if (kvtool->params.n_recall > 0) {
-        const int n_live = kvtool->n_used(lctx);
-        const int n      = kvtool->layers[0].n_cell - kvtool->params.n_recall;
-        if (n_tokens > (uint32_t) (n - n_live)) {
-            LLAMA_LOG_ERROR("%d cells cannot hold %d + %u tokens\n", n, n_live, n_tokens);
-            return false;
-        }
-        if (kvtool->is_staging()) {
-            if (const std::string why = kvtool->no_staging(); !why.empty()) {
-                LLAMA_LOG_ERROR("%s\n", why.c_str());
-                return false;
-            }
-            kvtool->fill_recalled(lctx, 0);
-        } else if (kvtool->uses_residents(n_tokens)) {
-            if (!kvtool->update_residents(lctx, n_tokens)) {
-                LLAMA_LOG_ERROR("the device failed to write archived tokens\n");
-                return false;
-            }
-        } else if (kvtool->params.n_synthetic > 0 && kvtool->n_archived() > 0) {
-            if (n_tokens > (uint32_t) (kvtool->n_filled()/kvtool->params.n_synthetic)) {
-                LLAMA_LOG_ERROR("%d cells are too few for the synthetic cells of %u tokens\n", kvtool->n_filled(), n_tokens);
-                return false;
-            }
-            kvtool->fill_recalled(lctx, n_tokens);
-        }
-    }
-    if (!kvtool->params.ragged) {
-        return true;
-    }
-
-    for (const auto & l : kvtool->layers) {
-        const int n_live = kvtool->most_live(l);
-        if (n_tokens > (uint32_t) (l.n_cell - n_live)) {
-            LLAMA_LOG_ERROR("layer %d: %d cells cannot hold %d + %u tokens\n", l.il, l.n_cell, n_live, n_tokens);
-            return false;
-        }
-    }
-
-    return true;
-}
-
-bool llama_kvtool_prepare(llama_context & lctx, uint32_t n_tokens) {
-    if (!lctx.kvtool) {
-        return true;
-    }
-    try {
-        return prepare(lctx, n_tokens);
-    } catch (const std::exception & e) {
-        // llama.cpp does not expect an exception here
-        LLAMA_LOG_ERROR("%s\n", e.what());
-        return false;
-    }
 }

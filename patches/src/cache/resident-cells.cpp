@@ -343,8 +343,7 @@ void resident_cells::sum_live(size_t layer, int head, const float * queries, int
         for (int q = 0; q < n; ++q) {
             float * query_logits = x.data() + (size_t) q*n_room;
             for (int c = 0; c < n_copied; ++c) {
-                query_logits[c] *= logits.scale;
-                query_logits[c]  = logits.cap > 0.0f ? logits.cap*std::tanh(query_logits[c]/logits.cap) : query_logits[c];
+                query_logits[c] = logits.capped(query_logits[c]*logits.scale);
             }
             const auto softmax = exponentials(query_logits, n_copied, 1.0f, query_logits);
             sums[first + q] = softmax.max + std::log(softmax.sum);

@@ -422,7 +422,7 @@ int32_t llama_kvtool_seal(llama_context * ctx, int64_t n_max) {
     if (n_max < 1) {
         return fail(format("n_max must be 1 or more, got %lld", (long long) n_max));
     }
-    return guarded([&]() -> int32_t { return kvtool->archive->tokens.seal_some(n_max, n_thread(ctx)); });
+    return guarded([&]() -> int32_t { return kvtool->archive->tokens.seal_next_rows(n_max, n_thread(ctx)); });
 }
 
 int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_block) {

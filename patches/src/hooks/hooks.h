@@ -1,5 +1,6 @@
 // Functions that hooks.patch calls from llama.cpp's own files. They are defined in
-// - cache/ragged.cpp: llama_kvtool_store, _mask, _ragged, _dense, _prepare
+// - state.cpp: llama_kvtool_prepare
+// - cache/ragged.cpp: llama_kvtool_store, _mask, _ragged, _dense
 // - cache/probes.cpp: llama_kvtool_scale, _add_signals, _extract, _n_nodes
 // - join.cpp: _attend; recall.cpp: _recall; resident.cpp: _resident; staged.cpp: _staged, _computed
 

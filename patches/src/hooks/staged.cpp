@@ -6,6 +6,7 @@
 #include "input.h"
 #include "archive/hadamard.h"
 #include "archive/staging.h"
+#include "cache/probes.h"
 #include "state.h"
 
 #include "llama-context.h"
@@ -120,22 +121,11 @@ static ggml_tensor * plain_attention(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale) {
     ggml_context * ctx = graph.ctx0;
 
-    const auto & hparams = graph.hparams;
-
     // Vulkan may multiply quantized keys as if there were no other rows between those of two heads
     if (ggml_is_quantized(k->type)) {
         k = ggml_cast(ctx, k, GGML_TYPE_F32);
     }
-    ggml_tensor * kq = ggml_mul_mat(ctx, k, q);
-    ggml_prec_set_acc(kq, GGML_PREC_F32);
-
-    if (hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK) {
-        const float cap    = hparams.f_attn_logit_softcapping;
-        const float factor = graph.arch == LLM_ARCH_GROK ? hparams.f_attn_out_scale : 1.0f;
-        kq = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, factor/cap)), cap);
-    }
-    kq = ggml_soft_max_ext(ctx, kq, mask, scale, 0.0f);
-    ggml_soft_max_add_sinks(kq, sinks);
+    ggml_tensor * kq = probabilities(ctx, graph.hparams, graph.arch == LLM_ARCH_GROK, k, q, mask, sinks, scale);
 
     v = ggml_cont(ctx, ggml_transpose(ctx, v->type == GGML_TYPE_F32 ? v : ggml_cast(ctx, v, GGML_TYPE_F32)));
 
